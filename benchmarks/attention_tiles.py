@@ -36,7 +36,7 @@ def compile_into(folder: Path, chip: str, spec: Spec, T: int = 4096, N: int = 8,
 
     If spec.fp8 is set, the forward kernel is in e4m3.
     """
-    mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
+    mesh = Mesh(np.array(topology.devices(topology.parse_topology(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
     q, k = (jax.ShapeDtypeStruct((2, T, heads, spec.head_dim), jnp.bfloat16, sharding=whole) for heads in (N, K))
     ids = jax.ShapeDtypeStruct((2, T), jnp.int32, sharding=whole)

@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Plan every layout, and print or write the page. Return the exit code."""
     args = parser().parse_args(argv)
     how = studies.start(args)
-    requests = {x.name: Request(run_of(x), machines.parse(x.machine), CONFIG, x.overrides) for x in LAYOUTS}
+    requests = {x.name: Request(run_of(x), machines.parse_topology(x.machine), CONFIG, x.overrides) for x in LAYOUTS}
     studies.publish(PAGE, page(studies.plan_all(requests, **how)), args.write)
     return 0
 

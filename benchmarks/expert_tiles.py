@@ -50,7 +50,7 @@ def compile_into(folder: Path, chip: str, f: Any, shapes: Sequence[tuple[tuple[i
 
     Returns: bytes of temporaries of the program.
     """
-    mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
+    mesh = Mesh(np.array(topology.devices(topology.parse_topology(f"{chip}:1"))), ("device",))
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P())) for shape, dtype in shapes]
     manual = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
     with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=str(folder)):

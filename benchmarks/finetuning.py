@@ -66,13 +66,13 @@ class Case:
     @property
     def config(self) -> str:
         """Return the config file with its variant."""
-        gpus = machines.parse(self.machine).total
+        gpus = machines.parse_topology(self.machine).total
         return f"configs/finetune.py:model={self.model},lora={RANK},frozen={self.base},gpus={gpus}"
 
     @property
     def request(self) -> Request:
         """Return the request for the plan, at published kernel rates."""
-        run, where = loading.load([f"--config={launch.REPO / self.config}"]).run, machines.parse(self.machine)
+        run, where = loading.load([f"--config={launch.REPO / self.config}"]).run, machines.parse_topology(self.machine)
         return Request(run, where, self.config, rates=rates.datasheet(where.gpu, run.precision))
 
 

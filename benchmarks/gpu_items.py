@@ -481,7 +481,7 @@ def time_torch(node: Node, limit_s: float) -> Outcome:
 def calibrate(node: Node, limit_s: float) -> Outcome:
     """Measure the rates of this GPU for plans, and keep them. Later items are compared with the same rates as earlier items."""
     gpu = hardware.lookup(node.devices.name)
-    file = rates.path(gpu.name) if gpu else None
+    file = rates.calibration_path(gpu.name) if gpu else None
     earlier = file.read_bytes() if file and file.exists() else None
     outcome = suite.calibrate(node, limit_s)
     if outcome.verdict == OUT and not node.smoke:

@@ -50,7 +50,7 @@ def write(folder: Path, gigabytes: float) -> None:
     from safetensors.numpy import save_file
 
     from jaxtrain.hf.folder import model_of
-    from jaxtrain.hf.names import entries
+    from jaxtrain.hf.names import model_entries
 
     folder.mkdir(parents=True)
     described = shape_of(gigabytes)
@@ -65,7 +65,7 @@ def write(folder: Path, gigabytes: float) -> None:
         where.update(dict.fromkeys(held, name))
         held.clear()
 
-    for name, shape in [(name, e.their_shape) for e in entries(model_of(described)).values() for name in e.theirs]:
+    for name, shape in [(name, e.hf_shape) for e in model_entries(model_of(described)).values() for name in e.hf_names]:
         held[name] = rng.integers(0x3C00, 0x3E00, shape, np.uint16).view(ml_dtypes.bfloat16)
         if sum(x.nbytes for x in held.values()) > min(SHARD, gigabytes * 1e9 / 4):
             flush()
@@ -126,9 +126,9 @@ def prepared(kind: str, source: Path, out: Path, shard_size: str, dtype: str) ->
 
         folder = open_folder(source)
         return lambda: import_folder(folder, out, "auto", print, None if dtype == "auto" else InBits(folder, dtype))
-    from jaxtrain.hf.exporting import export
+    from jaxtrain.hf.exporting import export_model
 
-    return lambda: export(str(source), out, shard_size=shard_size)
+    return lambda: export_model(str(source), out, shard_size=shard_size)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -35,7 +35,7 @@ from jaxtrain.models import flops
 from jaxtrain.plan import fit, rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
-from jaxtrain.plan.result import Kernel, Plan
+from jaxtrain.plan.result import KernelSummary, Plan
 from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import Topology
 from jaxtrain.report.plan_sections import span
@@ -76,7 +76,7 @@ class Case:
     @property
     def machine(self) -> Topology:
         """Return the nodes and GPUs that `topology` names."""
-        return machines.parse(self.topology)
+        return machines.parse_topology(self.topology)
 
     @functools.cached_property
     def run_config(self) -> RunConfig:
@@ -117,7 +117,7 @@ def figures_of(request: Request, plan: Plan) -> dict[str, Any]:
     return {"asked": published.digest(request), **{name: _rounded(value) for name, value in (figures | work).items()}}
 
 
-def _work(run: RunConfig, kernels: Sequence[Kernel]) -> Work:
+def _work(run: RunConfig, kernels: Sequence[KernelSummary]) -> Work:
     found = dict.fromkeys(BEST, 0.0)
     for k in kernels:
         if k.kind == "attention":
@@ -163,7 +163,7 @@ def model_work(run: RunConfig, gpus: int) -> Work:
 def memory_bytes(program: Program, sums_bytes: float) -> float:
     """Return the bytes that optimizer, sums of gradients, norms, SwiGLU and logits read and write on each GPU in a step.
 
-    sums_bytes: bytes of the sums of the microbatches' gradients (fit.Least).
+    sums_bytes: bytes of the sums of the microbatches' gradients (fit.LeastMemory).
     """
     run, numerics, p = program.run, program.zero.numerics, program.placement
     m, micro, shards, compute = run.model, run.train.grad_accum, p.activation_shards, numerics.compute.itemsize
@@ -210,7 +210,7 @@ class Row:
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the limit: matmuls and attention, memory-bound kernels, and remat."""
         run, machine = self.case.run_config, self.case.machine
-        program, needs = build_program(run, machines.devices(machine)), fit.least(run, machine)
+        program, needs = build_program(run, machines.devices(machine)), fit.least_memory(run, machine)
         moved = memory_bytes(program, needs.gradients_gib * 2**30)
         room = (machine.usable_gib(run.train.memory_fraction) - needs.gib) * 2**30
         return {

@@ -39,7 +39,7 @@ from jaxtrain.data import loading
 from jaxtrain.metrics.receipt import local_time
 from jaxtrain.models import flops
 from jaxtrain.plan.program import hlo, roofline
-from jaxtrain.plan.topology import TopologyError, parse
+from jaxtrain.plan.topology import TopologyError, parse_topology
 from jaxtrain.report.tables import markdown_table
 from jaxtrain.runtime.startup import start_jax
 
@@ -151,7 +151,7 @@ def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
     theirs: dict[str, Any] = {}
     for case in cases:
         try:
-            compiled = compile_step(_run(case.keys), parse(TOPOLOGY))
+            compiled = compile_step(_run(case.keys), parse_topology(TOPOLOGY))
         except RuntimeError as error:  # an error of XLA can contain a whole program
             raise PeerError(f"our step ({case.name}) was not compiled: {str(error).splitlines()[0][:300]}") from error
         memory: Any = compiled.executable.memory_analysis()
@@ -178,7 +178,7 @@ def compile_theirs(python: str, cases: Sequence[Case], ours: Mapping[str, Any], 
 
     Raises PeerError with the end of the log of a failed process.
     """
-    machine = parse(TOPOLOGY)
+    machine = parse_topology(TOPOLOGY)
     description = out / "description.txtpb"
     description.write_text(machine.description)
     for keys in dict.fromkeys(case.keys for case in cases):
@@ -237,7 +237,7 @@ def waits(steps: Mapping[Case, Read], least_ms: float = 0.5) -> str:
     for case, r in steps.items():
         sums: dict[tuple[str, str, str, str], float] = defaultdict(float)
         for m in r.moved:
-            sums[m.kind, m.dtype, roofline.label(m.op_name), place(m.source)] += m.exposed_ms
+            sums[m.kind, m.dtype, roofline.op_label(m.op_name), place(m.source)] += m.exposed_ms
         for (kind, dtype, label, source), ms in sorted(sums.items(), key=lambda item: -item[1]):
             if ms >= least_ms:
                 lines.append([f"{case.who} {case.what}, {case.options}", f"{kind} {dtype}", f"{label} {source}", number(ms, 1)])
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compile_theirs(args.python, [c for c in CASES if c.who == "MaxText"], chosen, folder)
             run = _run()
             per_token = flops.per_token(run.model, run.data.seq_len).causal
-            machine, tokens = parse(TOPOLOGY), run.data.seq_len
+            machine, tokens = parse_topology(TOPOLOGY), run.data.seq_len
             steps = {case: read(folder, case.name, machine, per_token, tokens) for case in CASES}
         except PeerError as error:
             print(f"peer_maxtext: {error}", file=sys.stderr)

@@ -49,8 +49,8 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
     Raises HloError if a file cannot be parsed, OSError if a file is missing.
     """
     facts = json.loads((at / f"{name}.json").read_text())
-    module = hlo.parse((at / f"{name}.hlo").read_text())
-    found = collectives.read(module, {"fsdp": machine.total}, machine.gpus)
+    module = hlo.parse_hlo((at / f"{name}.hlo").read_text())
+    found = collectives.read_collectives(module, {"fsdp": machine.total}, machine.gpus)
     timed = roofline.predict(module, datasheet(machine.gpu, "bf16"), found)
     return Read(
         peak_gib=facts["peak"] / 2**30,
@@ -61,7 +61,7 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
         memory_gb=sum(k.gb for k in timed.kernels if k.kind == "memory"),
         wire_gb=sum(m.wire_gib for m in timed.collectives) * 2**30 / 1e9,
         mfu=flops.mfu(per_token, tokens / timed.step_ms * 1e3, machine.gpu.peak("bf16")) or 0.0,
-        held=_held(assignment.read((at / f"{name}.pb").read_bytes()), module),
+        held=_held(assignment.read_assignment((at / f"{name}.pb").read_bytes()), module),
         facts=facts,
     )
 
@@ -87,7 +87,7 @@ def _what(i: hlo.Instruction, index: Sequence[int]) -> str:
         part = part[n] if isinstance(part, tuple) and n < len(part) else part
     shape = f"{part.dtype}[{','.join(map(str, part.dims))}]" if isinstance(part, hlo.Shape) else ""
     made_up = "state of a loop" if i.opcode in ("parameter", "while") else re.sub(r"[.\d]+$", "", i.name)
-    return f"{shape} {roofline.label(i.op_name) or made_up} {place(i.source)}".strip()
+    return f"{shape} {roofline.op_label(i.op_name) or made_up} {place(i.source)}".strip()
 
 
 def place(source: str) -> str:
@@ -112,7 +112,7 @@ PARTS = (
 )
 
 
-def part(kernel: result.Kernel) -> str:
+def part(kernel: result.KernelSummary) -> str:
     """Return the part of a step that a memory-bound kernel belongs to."""
     text = f"{kernel.op_name} {kernel.source} {_function(kernel.source)}"
     return next((name for name, form in PARTS if re.search(form, text)), "others")

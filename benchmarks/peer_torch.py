@@ -194,7 +194,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     devices = train_step.start_devices(run, 1)
     import jax.numpy as jnp
 
-    from jaxtrain.hf.names import PREFIX, entries
+    from jaxtrain.hf.names import PREFIX, model_entries
     from jaxtrain.models.attention import rotary_frequencies
     from jaxtrain.optim.optimizer import make_schedule
     from jaxtrain.step import state
@@ -226,7 +226,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         arrays: dict[str, Any] = state.to_host(current, PREFIX)
         theirs: dict[str, Any] = {
-            e.theirs[0]: e.to_theirs(arrays[e.ours.removeprefix(PREFIX)]) for e in entries(run.model).values()
+            e.hf_names[0]: e.to_hf(arrays[e.name.removeprefix(PREFIX)]) for e in model_entries(run.model).values()
         }
         np.savez(folder / "weights.npz", **theirs)
         spec["weights"] = str(folder / "weights.npz")

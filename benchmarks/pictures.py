@@ -167,7 +167,7 @@ def compile_schedule() -> dict[str, Any]:
     from jaxtrain.report import layer_schedule
 
     # In a loop over layers, all layers have the same schedule.
-    run, machine = jaxtrain.load("llama3_8b", parallel={"scan_layers": True}), topology.parse("h200:8")
+    run, machine = jaxtrain.load("llama3_8b", parallel={"scan_layers": True}), topology.parse_topology("h200:8")
     step, rates = compile_step(run, machine), datasheet(machine.gpu, run.precision)
     sizes, passes = dict(step.program.placement.mesh.shape), run.train.grad_accum * run.model.num_layers
     lanes = layer_schedule.read(step.module, sizes, machine, rates, passes)

@@ -31,7 +31,7 @@ from jaxtrain.models import flops
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search_cache import relevant
+from jaxtrain.plan.search_cache import relevant_config
 from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import Topology
 from jaxtrain.report.tables import markdown_table
@@ -82,7 +82,7 @@ class Run:
     @property
     def topology(self) -> Topology:
         """Return the nodes and GPUs of the published run."""
-        return machines.parse(self.machine)
+        return machines.parse_topology(self.machine)
 
     @property
     def kept(self) -> str:
@@ -108,8 +108,8 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Return the run's kind (rates.kind), by which plans are compared with published runs; "" if it has none."""
-        return rates.kind(self.run_config, self.topology.gpu, self.topology.total, "cudnn")
+        """Return the run's kind (rates.run_kind), by which plans are compared with published runs; "" if it has none."""
+        return rates.run_kind(self.run_config, self.topology.gpu, self.topology.total, "cudnn")
 
     @property
     def request(self) -> Request:
@@ -168,7 +168,7 @@ def digest(request: Request) -> str:
     """
     chosen = dataclasses.asdict(request.rates) if request.rates else None
     defaults = RunConfig().flat
-    keys = {k: v for k, v in relevant(request.run, request.topology).items() if v != defaults[k]}
+    keys = {k: v for k, v in relevant_config(request.run, request.topology).items() if v != defaults[k]}
     facts = [keys, request.topology.name, chosen]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

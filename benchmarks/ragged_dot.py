@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.kernels.experts import pallas
 from jaxtrain.plan import topology
 from jaxtrain.plan.program import hlo
-from jaxtrain.plan.program.op_cost import work
+from jaxtrain.plan.program.op_cost import instruction_cost
 
 OPTIONS = ("xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")
 PRECISION = jax.lax.Precision.DEFAULT
@@ -36,14 +36,14 @@ def compiled(
         shapes: (shape, dtype) of each argument.
         option: name of an XLA option to switch on; "" for none.
     """
-    mesh = Mesh(np.array(topology.devices(topology.parse(f"{chip}:1"))), ("device",))
+    mesh = Mesh(np.array(topology.devices(topology.parse_topology(f"{chip}:1"))), ("device",))
     whole = NamedSharding(mesh, P())
     arguments = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=whole) for shape, dtype in shapes]
     by_hand = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
     options = {"xla_gpu_experimental_enable_fusion_autotuner": False} | ({option: True} if option else {})
     executable: Any = by_hand.lower(*arguments).compile(compiler_options=options)
-    module = hlo.parse(executable.as_text())
-    done = (work(module, where, i, {}) for i, where, _, _ in hlo.walk(module))
+    module = hlo.parse_hlo(executable.as_text())
+    done = (instruction_cost(module, where, i, {}) for i, where, _, _ in hlo.walk(module))
     return executable.memory_analysis().temp_size_in_bytes / 2**30, sum(w.flops for w in done if w)
 
 

@@ -25,8 +25,8 @@ from jaxtrain.models import preset
 from jaxtrain.models.families.llama import PRESETS
 from jaxtrain.plan import FOLDER
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search_cache import Cache
-from jaxtrain.plan.search_parallel import Outcome, Request, plan_many
+from jaxtrain.plan.search_cache import PlanCache
+from jaxtrain.plan.search_parallel import PlanOutcome, Request, plan_many
 from jaxtrain.runtime.startup import start_jax
 
 MARK = "<!-- The rest of this page is written by its command, which is at its end. -->\n"
@@ -84,7 +84,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     """Start JAX on CPUs. Return the keyword arguments of `plan_many` for the options --jobs and --cache."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     start_jax(hardware.probe())
-    return {"jobs": args.jobs, "cache": Cache(args.cache)}
+    return {"jobs": args.jobs, "cache": PlanCache(args.cache)}
 
 
 def plan_all(requests: Mapping[str, Request], **how: Any) -> dict[str, Plan]:
@@ -94,7 +94,7 @@ def plan_all(requests: Mapping[str, Request], **how: Any) -> dict[str, Plan]:
         SystemExit: a plan could not be made. The reason is printed.
     """
 
-    def print_outcome(name: str, outcome: Outcome) -> None:
+    def print_outcome(name: str, outcome: PlanOutcome) -> None:
         print(f"{name}: {outcome.kind}{f': {outcome.reason}' if outcome.reason else ''}", flush=True)
 
     outcomes = plan_many(dict(requests), on_done=print_outcome, **how)

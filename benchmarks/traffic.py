@@ -44,7 +44,7 @@ from jaxtrain.models.module import part
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
-from jaxtrain.plan.result import Kernel
+from jaxtrain.plan.result import KernelSummary
 from jaxtrain.report.tables import Column, Section, Table, numbers, print_sections
 from jaxtrain.runtime.startup import start_jax
 from jaxtrain.step.compiler import local_bytes
@@ -74,7 +74,7 @@ class Part:
     times: int = 0  # passes through a layer in a step; 0 for a part outside of layers
 
 
-def parts(program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
+def parts(program: Program, kernels: Sequence[KernelSummary]) -> tuple[Part, ...]:
     """Return the traffic of each part of PARTS, and the other traffic as OTHER. kernels: `Plan.kernels` of the run's plan."""
     least = least_bytes(program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = loading.load(args.config)
     if loaded.problems:
         raise SystemExit("\n".join(map(str, loaded.problems)))
-    machine = topology.parse(args.topology)
+    machine = topology.parse_topology(args.topology)
     compiled = compile_step(loaded.run, machine)
     plan = read_plan(compiled, machine)
     print_sections([section(parts(compiled.program, plan.kernels))], Console())

@@ -44,7 +44,7 @@ def base(model: Model, topology: Topology) -> RunConfig:
 
 def fill(model: Model, machine: str, **how: Any) -> SearchResult:
     """Return the row of a model on a machine. how: arguments of `search`."""
-    topology = machines.parse(machine)
+    topology = machines.parse_topology(machine)
     found = search(base(model, topology), model.name, topology, most=MOST, **how)
     best = found.best
     print(f"{model.name} on {machine}: {' '.join(best.changes) or 'default' if best else why_not(found)}", flush=True)

@@ -25,7 +25,7 @@ from jaxtrain.plan import FOLDER as CACHE
 from jaxtrain.plan import search_parallel, topology
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search_cache import Cache
+from jaxtrain.plan.search_cache import PlanCache
 from jaxtrain.runtime.startup import start_jax
 
 FOLDER = launch.REPO / "tests" / "golden"
@@ -214,7 +214,7 @@ def requests(names: Iterable[str]) -> dict[str, search_parallel.Request]:
     out = {}
     for name in names:
         config, machine = SHIPPED[name]
-        run, where = loading.load([f"--config={launch.REPO / config}"]).run, topology.parse(machine)
+        run, where = loading.load([f"--config={launch.REPO / config}"]).run, topology.parse_topology(machine)
         out[name] = search_parallel.Request(run, where, config, rates=datasheet(where.gpu, run.precision))
     return out
 
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_jax(hardware.probe())
     codes = [0]
 
-    def report(name: str, outcome: search_parallel.Outcome) -> None:
+    def report(name: str, outcome: search_parallel.PlanOutcome) -> None:
         if outcome.plan is None:
             print(f"{name}: no plan, {outcome.kind}: {outcome.reason}", flush=True)
             codes.append(1)
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.write:
             save(from_plan(outcome.plan), path(name))
 
-    search_parallel.plan_many(requests(args.names or SHIPPED), on_done=report, cache=Cache(CACHE))
+    search_parallel.plan_many(requests(args.names or SHIPPED), on_done=report, cache=PlanCache(CACHE))
     return max(codes)
 
 

@@ -37,12 +37,16 @@ def read(entry: str, before: str = "") -> hlo.Module:
     The lines may use the arrays x (100 MB), a.1 and b.1 (the inputs of `gemm`), and the computations `twice` and `matmul`.
     """
     computations = f"{COMPUTATIONS}{before}\nENTRY %main (x: f32[1]) -> f32[1] {{{ARGUMENTS}{entry}\n}}\n"
-    return hlo.parse(f"HloModule small, is_scheduled=true\n{computations}")
+    return hlo.parse_hlo(f"HloModule small, is_scheduled=true\n{computations}")
 
 
-def moves(name: str, megabytes: float = 100.0, network: float = 0.0, hops: int = 0) -> dict[str, collectives.Found]:
+def moves(name: str, megabytes: float = 100.0, network: float = 0.0, hops: int = 0) -> dict[str, collectives.CollectiveOp]:
     """Return {name: an all-gather}. It sends `megabytes` MB on the wire, `network` MB of them between nodes in `hops` hops."""
-    return {name: collectives.Found("all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, (), hops)}
+    return {
+        name: collectives.CollectiveOp(
+            "all-gather", "f32", "fsdp", 2, 1, megabytes * 1e6, network * 1e6, "", "", name, (), hops
+        )
+    }
 
 
 def gemm(name: str) -> str:

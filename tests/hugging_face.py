@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from jaxtrain.hf import exporting
 from jaxtrain.hf.folder import model_of, open_folder, write_byte_tokenizer
 from jaxtrain.hf.importing import import_folder
-from jaxtrain.hf.names import entries
+from jaxtrain.hf.names import model_entries
 
 HERE = Path(__file__).parent / "reference"
 sys.path.insert(0, str(HERE))
@@ -59,10 +59,10 @@ def write(
     """
     described = settings(name, version) | {"vocab_size": vocab} | dict(sizes or {})
     tensors = {}
-    for entry in entries(dataclasses.replace(model_of(described), mtp_layers=mtp)).values():
-        for one in entry.theirs:
-            of = entry.theirs[0] if one in entry.copies else one
-            tensors[one] = random_weight(of, entry.their_shape) * np.float32(1.0 if "norm" in one else scale)
+    for entry in model_entries(dataclasses.replace(model_of(described), mtp_layers=mtp)).values():
+        for one in entry.hf_names:
+            of = entry.hf_names[0] if one in entry.copies else one
+            tensors[one] = random_weight(of, entry.hf_shape) * np.float32(1.0 if "norm" in one else scale)
     described = {k: v for k, v in (described | changes).items() if not (k in changes and v is None)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described))
@@ -122,7 +122,7 @@ def imported(place: Path, name: str, dtype: str = "auto", **changes: Any) -> tup
 def exported(checkpoint: Path, out: Path, base: str = "", **how: Any) -> list[str]:
     """Export a checkpoint to a Hugging Face folder, and return the command's messages."""
     said: list[str] = []
-    exporting.export(str(checkpoint), out, base=base, **{"shard_size": 10**9} | how, say=said.append)
+    exporting.export_model(str(checkpoint), out, base=base, **{"shard_size": 10**9} | how, say=said.append)
     return said
 
 

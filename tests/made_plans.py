@@ -13,10 +13,10 @@ from jaxtrain.config import launch, schema
 from jaxtrain.data import loading
 from jaxtrain.plan import fit, search_parallel, topology
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
-from jaxtrain.plan.search_cache import Outcome, Request
+from jaxtrain.plan.result import Buffer, Memory, Plan, Rates, StepFlops, Time
+from jaxtrain.plan.search_cache import PlanOutcome, Request
 
-H200 = topology.parse("h200:8")
+H200 = topology.parse_topology("h200:8")
 RATES = rates_for(H200.gpu, "bf16")
 
 
@@ -54,7 +54,7 @@ def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_
         memory=Memory(
             machine.memory_gib, 6.0, usable, peak_gib, peak_gib, 0.0, 0.0, held, {}, "", ((0.0, ""),), (buffer,), 0.0, "formula"
         ),
-        flops=Flops(0.0, 0.0, 0.0, 0.0),
+        flops=StepFlops(0.0, 0.0, 0.0, 0.0),
         collectives=(),
         time=Time(0, 0, 0, 0, 0, 0, 0, step_s * 1e3, 1 / step_s, 1 / step_s, 0.5, 0.5, 0.5, "GEMMs"),
         kernels=(),
@@ -76,7 +76,7 @@ def above(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None
 
     Its step takes a second, more for what the layout repeats, for tensor groups and for small microbatches.
     """
-    least, layout = fit.least(run, machine), topology.layout_of(run, machine)
+    least, layout = fit.least_memory(run, machine), topology.layout_of(run, machine)
     step_s = (1 + least.repeated) * (1 + 0.1 * (layout.size("tensor") - 1)) + 0.01 * run.train.grad_accum
     return made(run, machine, step_s, least.gib + 10, rates)
 
@@ -114,13 +114,13 @@ class Inline:
         self.started.append(request.run)
         self._request, self._plan_one = request, plan_one
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PlanOutcome:
         request = self._request
         try:
             plan = pkgutil.resolve_name(self._plan_one)(request.run, request.topology, rates=request.rates)
-            return Outcome(request.label(plan), "planned")
+            return PlanOutcome(request.label(plan), "planned")
         except RuntimeError as error:
-            return Outcome(None, "failed", str(error))
+            return PlanOutcome(None, "failed", str(error))
 
     def end(self) -> None:
         """Do nothing: no process runs."""

@@ -9,12 +9,12 @@ import importlib.util
 from jaxtrain.config import launch
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import loading
-from jaxtrain.plan.compile import Compiled, compile_step
+from jaxtrain.plan.compile import CompiledStep, compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 
 # The tests are not skipped if the plugin is missing. On Linux every environment that run.sh makes has the plugin, and these
 # tests prove that the layouts are as the docs describe them.
@@ -35,19 +35,19 @@ def config(*overrides: str, of: str = LLAMA) -> RunConfig:
 
 
 @functools.cache
-def _compiled(machine: str, overrides: tuple[str, ...], of: str) -> tuple[RunConfig, Compiled]:
+def _compiled(machine: str, overrides: tuple[str, ...], of: str) -> tuple[RunConfig, CompiledStep]:
     run = config(*overrides, of=of)
-    return run, compile_step(run, parse(machine))
+    return run, compile_step(run, parse_topology(machine))
 
 
 @functools.cache
 def _plan(machine: str, overrides: tuple[str, ...], of: str, experts_load: float) -> Plan:
     run, step = _compiled(machine, overrides, of)
-    topology = parse(machine)
+    topology = parse_topology(machine)
     return read_plan(step, topology, rates=datasheet(topology.gpu, run.precision), name=of, experts_load=experts_load)
 
 
-def compiled(machine: str, *overrides: str, of: str = LLAMA) -> tuple[RunConfig, Compiled]:
+def compiled(machine: str, *overrides: str, of: str = LLAMA) -> tuple[RunConfig, CompiledStep]:
     """Return a run, and its train step compiled for a machine."""
     return _compiled(machine, overrides, of)
 

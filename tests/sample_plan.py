@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxtrain.plan.result import Buffer, Collective, Flops, Kernel, Matmuls, Memory, MemoryClass, Plan, Rates, Time
+from jaxtrain.plan.result import Buffer, Collective, KernelSummary, Matmuls, Memory, MemoryClass, Plan, Rates, StepFlops, Time
 
 LAYERS = 32
 
@@ -41,14 +41,14 @@ def sample(**changes: Any) -> Plan:
     )
     scopes = ["mlp BTD,DF->BTF", "attention BTD,DNH->BTNH", "mlp BTF,FD->BTD", "loss BTD,VD->BTV"]
     kernels = [
-        Kernel("gemm", f"{way} {what}", source, LAYERS, 96.0 / (i + 1), 71.2 / (i + 1), 33.1 / (i + 1))
+        KernelSummary("gemm", f"{way} {what}", source, LAYERS, 96.0 / (i + 1), 71.2 / (i + 1), 33.1 / (i + 1))
         for i, (way, what) in enumerate((way, what) for way in ("forward", "backward", "recompute") for what in scopes)
     ]
     kernels += [
-        Kernel("attention", "backward attention cudnn", source, LAYERS, 73.4, 33.8, 21.5),
-        Kernel("attention", "forward attention cudnn", source, LAYERS, 29.6, 17.6, 12.9),
-        Kernel("memory", "optimizer mul", source, 1, 28.4, 0.0, 116.2),
-        Kernel("communication", "forward attention all-gather", source, 64, 76.2, 0.0, 28.1),
+        KernelSummary("attention", "backward attention cudnn", source, LAYERS, 73.4, 33.8, 21.5),
+        KernelSummary("attention", "forward attention cudnn", source, LAYERS, 29.6, 17.6, 12.9),
+        KernelSummary("memory", "optimizer mul", source, 1, 28.4, 0.0, 116.2),
+        KernelSummary("communication", "forward attention all-gather", source, 64, 76.2, 0.0, 28.1),
     ]
     largest = [
         (7.0, "saved activations", "bf16[32,1,8192,14336]", "mlp_gate"),
@@ -112,7 +112,7 @@ def sample(**changes: Any) -> Plan:
         attention="cudnn",
         fits=True,
         memory=memory,
-        flops=Flops(51.47e9, 57.9e9, 425.7e12, 424.9e12),
+        flops=StepFlops(51.47e9, 57.9e9, 425.7e12, 424.9e12),
         collectives=collectives,
         time=time,
         kernels=tuple(kernels),

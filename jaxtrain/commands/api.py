@@ -102,7 +102,7 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
     run = load(config, **overrides)
     if not topology:
         return of_run(run, jax.devices())
-    machine = machines.parse(topology)
+    machine = machines.parse_topology(topology)
     _check_machine(run, machine)
     return of_run(run, machine)
 
@@ -120,7 +120,7 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
     from jaxtrain.plan.make import make_plan
     from jaxtrain.report.plan import shown
 
-    run, machine = load(config, **overrides), machines.parse(topology)
+    run, machine = load(config, **overrides), machines.parse_topology(topology)
     _check_machine(run, machine)
     name = "" if isinstance(config, RunConfig) else _config_label(os.fspath(config))
     return shown(make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides))))
@@ -140,15 +140,15 @@ def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, 
     from jaxtrain.plan import FOLDER, MOST
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search import search as run_search
-    from jaxtrain.plan.search_cache import Cache
+    from jaxtrain.plan.search_cache import PlanCache
     from jaxtrain.report.search_page import shown
 
     if not budget >= 0 or most < 0:
         raise ValueError(f"budget = {budget}, most = {most}: must not be negative. Fix: 0 for no limit, and for 8 plans.")
-    run, machine = load(config, **overrides), machines.parse(topology)
+    run, machine = load(config, **overrides), machines.parse_topology(topology)
     name = "" if isinstance(config, RunConfig) else _config_label(os.fspath(config))
     override_args = tuple(f"{k}={v}" for k, v in flatten(overrides))
-    options = {"budget_s": budget, "most": most or MOST, "cache": Cache(FOLDER)}
+    options = {"budget_s": budget, "most": most or MOST, "cache": PlanCache(FOLDER)}
     return shown(run_search(run, name, machine, overrides=override_args, **options))
 
 

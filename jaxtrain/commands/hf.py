@@ -16,7 +16,7 @@ from jaxtrain.config import hardware, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, path
 from jaxtrain.config.schema import LOW_BITS, OWN, Model
 from jaxtrain.hf.check import PYTHON
-from jaxtrain.hf.folder import locate, open_folder
+from jaxtrain.hf.folder import locate_folder, open_folder
 from jaxtrain.metrics.files import write_output
 from jaxtrain.models import flops, presets
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -149,10 +149,10 @@ def run_config(args: Args) -> int:
 
 def run_export(args: Args) -> int:
     """Export a checkpoint as a Hugging Face folder. Return the exit code."""
-    from jaxtrain.hf.exporting import export
+    from jaxtrain.hf.exporting import export_model
 
     options = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "ema", "force", "raw")}
-    export(args.checkpoint, args.out, **options, say=say)
+    export_model(args.checkpoint, args.out, **options, say=say)
     return 0
 
 
@@ -185,13 +185,13 @@ def run_logits(args: Args) -> int:
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
-    from jaxtrain.hf.model import logits_of, read_tokens
+    from jaxtrain.hf.model import logits_function, read_tokens
     from jaxtrain.metrics.files import replacing
 
     source = open_origin(args.checkpoint).choose(args.ema)
     source.announce(say)
     tokens_BT, segments_BT = read_tokens(args.tokens, args.segments or None, source.run().model.vocab_size)
-    out_BTV = logits_of(source, args.precision, args.base)(tokens_BT, segments_BT)
+    out_BTV = logits_function(source, args.precision, args.base)(tokens_BT, segments_BT)
     with replacing(args.out) as file:
         np.save(file, out_BTV)
     say(f"{args.out}: float32 {list(out_BTV.shape)}")
@@ -200,10 +200,10 @@ def run_logits(args: Args) -> int:
 
 def run_check(args: Args) -> int:
     """Compare a checkpoint with transformers, part by part. Return 1 if a difference is above --tolerance, else 0."""
-    from jaxtrain.hf.check import compare
+    from jaxtrain.hf.check import compare_with_transformers
 
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    comparison = compare(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say)
+    comparison = compare_with_transformers(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say)
     first = comparison.first(args.tolerance)
     if args.json:
         text = json.dumps({"first": first, **dataclasses.asdict(comparison)})
@@ -254,7 +254,7 @@ def main(argv: Sequence[str]) -> int:
 
     def act(args: Args) -> int:
         if "folder" in args:
-            locate(args.folder)
+            locate_folder(args.folder)
         if "checkpoint" in args and (problem := stores.missing_folder(args.checkpoint)):
             raise HuggingFaceError(f"{args.checkpoint}: {problem}")
         if args.command not in ("config", "presets"):

@@ -257,7 +257,7 @@ def _act(args: Args) -> int:
                 return _run_mode(args, cudnn)
             from jaxtrain.report import planning
 
-            return planning.compare(args, machines.parse(args.topology) if args.topology else None, cudnn)
+            return planning.compare(args, machines.parse_topology(args.topology) if args.topology else None, cudnn)
     except ConfigError:
         raise
     except HloError as error:
@@ -272,16 +272,16 @@ def _act(args: Args) -> int:
         return _fail(args, f"the train step could not be compiled: {type(error).__name__}: {error}")
 
 
-def _run_mode(args: Args, cudnn: cudnn_library.Library | None) -> int:
+def _run_mode(args: Args, cudnn: cudnn_library.CudnnLibrary | None) -> int:
     """Run the selected mode (any mode except --calibrate), and return the exit code."""
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.fit import training_check
-    from jaxtrain.plan.search_cache import Cache
+    from jaxtrain.plan.search_cache import PlanCache
     from jaxtrain.report import planning
     from jaxtrain.report.shardings import of_run
 
     run, launched = args.loaded.run, args.loaded.launch
-    topology = machines.parse(args.topology) if args.topology else machines.here()
+    topology = machines.parse_topology(args.topology) if args.topology else machines.local_topology()
     notes = [
         launched.other_size(topology.total),
         run.ramp.note,
@@ -290,9 +290,9 @@ def _run_mode(args: Args, cudnn: cudnn_library.Library | None) -> int:
     for note in filter(None, notes):
         print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
-    job = planning.Job(args, topology, check, Cache(args.cache) if args.cache else None, make_console())
+    job = planning.Job(args, topology, check, PlanCache(args.cache) if args.cache else None, make_console())
     if args.mode == "search":
-        machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
+        machines.devices(machines.parse_topology(topology.name))  # fail early: other processes compile by its name
         return planning.search_layouts(job)
     if problems := check(run):
         raise ConfigError(list(problems))
@@ -306,7 +306,7 @@ def _run_mode(args: Args, cudnn: cudnn_library.Library | None) -> int:
     return planning.plan(job, cudnn)
 
 
-def _load_cudnn(source: str) -> cudnn_library.Library | None:
+def _load_cudnn(source: str) -> cudnn_library.CudnnLibrary | None:
     """Return cuDNN's library for --cudnn=`source`; None if a formula is to compute workspaces.
 
     If the library cannot be loaded, "auto" returns None and "library" raises ConfigError.
@@ -314,7 +314,7 @@ def _load_cudnn(source: str) -> cudnn_library.Library | None:
     if source == "formula":
         return None
     try:
-        return cudnn_library.load()
+        return cudnn_library.load_cudnn()
     except cudnn_library.LibraryError as error:
         if source == "auto":
             return None

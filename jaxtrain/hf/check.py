@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from jaxtrain.checkpoint.storage import free_bytes
-from jaxtrain.hf.folder import is_raw, locate
+from jaxtrain.hf.folder import is_raw, locate_folder
 from jaxtrain.models.hugging_face import HuggingFaceError
 
 if TYPE_CHECKING:
-    from jaxtrain.hf.parts import Comparison
+    from jaxtrain.hf.parts import ModelComparison
 
 SCRIPT = Path(__file__).parent / "torch_reference.py"
 PYTHON = "JAXTRAIN_REFERENCE_PYTHON"  # names that Python
@@ -23,9 +23,9 @@ TOKENS = 64
 LONGEST_WINDOW = 1024
 
 
-def compare(
+def compare_with_transformers(
     checkpoint: str, folder: str, python: str, tokens: Path | None, base: str, ema: bool, say: Callable[[str], None]
-) -> "Comparison":
+) -> "ModelComparison":
     """Return the differences of two models, in float32.
 
     Args:
@@ -45,11 +45,11 @@ def compare(
 
     from jaxtrain.hf.importing import open_origin
     from jaxtrain.hf.model import read_tokens
-    from jaxtrain.hf.parts import against, norms_of, run_on, written_bytes
+    from jaxtrain.hf.parts import compare_with_outputs, norm_modules, run_on, written_bytes
 
     if shutil.which(python) is None:
         raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
-    if is_raw(locate(folder)):
+    if is_raw(locate_folder(folder)):
         rule = "has jaxtrain's own names, which transformers does not read"
         raise HuggingFaceError(f"{folder}: {rule}. Fix: name a folder that hf export wrote without --raw.")
     source = open_origin(checkpoint).choose(ema)
@@ -68,8 +68,8 @@ def compare(
             rule = f"{decimal(needed)} are needed there for what transformers computes, and {decimal(free)} free"
             raise OSError(f"{scratch}: {rule}. Fix: set TMPDIR to a folder on another disk.")
         np.save(hf_dir / "tokens.npy", tokens_BT)
-        ask(python, folder, norms_of(run), hf_dir)
-        return against(hf_dir, source, base)
+        run_transformers(python, folder, norm_modules(run), hf_dir)
+        return compare_with_outputs(hf_dir, source, base)
 
 
 def rows_length(window: int) -> int:
@@ -77,13 +77,15 @@ def rows_length(window: int) -> int:
     return TOKENS + window * (TOKENS <= window <= LONGEST_WINDOW)
 
 
-def ask(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
+def run_transformers(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
     """Let transformers compute a folder (torch_reference.py). Raises HuggingFaceError if it did not.
 
     norms: transformers' names of the modules whose inputs are wanted. out: the folder with tokens.npy, which gets the results.
     """
     (out / "norms.json").write_text(json.dumps(norms), encoding="utf-8")
-    process = subprocess.run([python, SCRIPT, locate(folder), out], capture_output=True, encoding="utf-8", errors="replace")
+    process = subprocess.run(
+        [python, SCRIPT, locate_folder(folder), out], capture_output=True, encoding="utf-8", errors="replace"
+    )
     if process.returncode or not (out / "logits.npy").exists():
         (reason,) = process.stderr.strip().splitlines()[-1:] or ["no error message"]
         if free_bytes(out) == 0:

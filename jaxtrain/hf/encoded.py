@@ -20,7 +20,7 @@ from jaxtrain.step.state import Tensors
 RECORD = "low_bits"  # key of meta.json
 
 
-def record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, Any]:
+def low_bits_record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, Any]:
     """Return the entry of meta.json.
 
     Args:
@@ -35,36 +35,36 @@ def record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, 
     return {RECORD: {"format": next(iter(weights.values())).format, "dtype": dtype, "digest": digest, "weights": entries}}
 
 
-def format_of(meta: Mapping[str, Any]) -> str:
+def low_bits_format(meta: Mapping[str, Any]) -> str:
     """Return the format of a checkpoint's matrices, of low_bits.FORMATS; "" if they are stored in a dtype."""
     return meta[RECORD]["format"] if RECORD in meta else ""
 
 
-def digest_of(meta: Mapping[str, Any]) -> str:
+def recorded_digest(meta: Mapping[str, Any]) -> str:
     """Return the digest of a checkpoint's weights before they were encoded; "" if they are stored in a dtype."""
     return meta[RECORD]["digest"] if RECORD in meta else ""
 
 
-def weights_of(meta: Mapping[str, Any]) -> dict[str, Stored]:
+def encoded_weights(meta: Mapping[str, Any]) -> dict[str, Stored]:
     """Return how each weight in fewer bits is stored, by its name in checkpoints."""
     out = {}
     for name, entry in meta.get(RECORD, {}).get("weights", {}).items():
         axes = (LEADING[1],) * entry["experts"]
         shape = tuple(entry["shape"])
-        out[name] = Stored(format_of(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), entry["inputs_first"])
+        out[name] = Stored(low_bits_format(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), entry["inputs_first"])
     return out
 
 
-def decoded(meta: Mapping[str, Any], stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+def decoded_shapes(meta: Mapping[str, Any], stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of a checkpoint's tensors, with each weight in fewer bits as one. stored: as in the file."""
-    weights = weights_of(meta)
+    weights = encoded_weights(meta)
     array_names = {f"{name}.{suffix}" for name, weight in weights.items() for suffix in weight.abstract}
     plain = {name: a for name, a in stored.items() if name not in array_names}
     return plain | {name: jax.ShapeDtypeStruct(weight.shape, DTYPES[meta[RECORD]["dtype"]]) for name, weight in weights.items()}
 
 
-def reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) -> Callable[[Tensors], Tensors]:
-    """Return a function that reads tensors by the names of `decoded`. read: reads those of the checkpoint."""
+def decoding_reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) -> Callable[[Tensors], Tensors]:
+    """Return a function that reads tensors by the names of `decoded_shapes`. read: reads those of the checkpoint."""
 
     def read_decoded(wanted: Tensors) -> Tensors:
         out = read({name: a for name, a in wanted.items() if name not in weights})

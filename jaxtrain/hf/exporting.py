@@ -23,8 +23,8 @@ from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import CONFIG, GENERATION, has_model, is_matrix, model_of, write_json
-from jaxtrain.hf.importing import check_space, open_origin, rate
-from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
+from jaxtrain.hf.importing import check_space, format_rate, open_origin
+from jaxtrain.hf.names import PREFIX, Entry, model_entries, raw_entries
 from jaxtrain.hf.tensor_files import INDEX
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
@@ -62,7 +62,7 @@ def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[s
         out |= {FAMILY: model.family}
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
     try:
-        restored, original = in_force(model_of(out)), in_force(model)
+        restored, original = effective_model(model_of(out)), effective_model(model)
     except HuggingFaceError as error:
         rule = f"checkpoints of {layout.architecture} cannot hold this model: {error}"
         raise HuggingFaceError(f"model.family = {model.family!r}: {rule} {fix}.") from error
@@ -73,7 +73,7 @@ def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[s
     return out
 
 
-def in_force(model: schema.Model) -> schema.Model:
+def effective_model(model: schema.Model) -> schema.Model:
     """Return an equivalent model that can be compared with others: settings without effect have their defaults.
 
     Settings of 0 or "" that stand for a computed value have that value.
@@ -96,7 +96,7 @@ def in_force(model: schema.Model) -> schema.Model:
 # ---- The folder
 
 
-def export(
+def export_model(
     path: str,
     out: Path,
     *,
@@ -134,7 +134,7 @@ def export(
     source = open_origin(path).choose(ema)
     source.announce(say)
     run = source.run()
-    wanted = {} if raw else entries(run.model)
+    wanted = {} if raw else model_entries(run.model)
     if out.name in ("", ".."):  # the finished folder could not be renamed to such a name
         raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")
     if out.exists() and not force:
@@ -143,13 +143,13 @@ def export(
         raise HuggingFaceError(f"{out}: is no folder with a Hugging Face model, and --force replaces nothing else.")
     stored, read = open_weights(source, base, dtype == "f32", say)
     if raw:
-        wanted = as_stored({name.removeprefix(PREFIX): a for name, a in stored.items()})
+        wanted = raw_entries({name.removeprefix(PREFIX): a for name, a in stored.items()})
     check_complete(wanted, stored, source.name, run.model.family)
     # Scales of norms and biases are float32 with weights in bfloat16; an export rounds them, as published models do.
     matrices = {name for name in wanted if (is_matrix(name, stored[name].shape) if raw else not is_vector(name))}
     needs_float32 = {str(stored[name].dtype) for name in matrices} != {"bfloat16"}
     chosen = dtype if dtype != "auto" else ("f32" if needs_float32 else "bf16")
-    dtypes = {name: DTYPES["f32" if entry.how.exact else chosen] for name, entry in wanted.items()}
+    dtypes = {name: DTYPES["f32" if entry.spec.exact else chosen] for name, entry in wanted.items()}
     if raw:
         dtypes = {name: a.dtype if dtype == "auto" or name not in matrices else DTYPES[dtype] for name, a in stored.items()}
     spec = tokenizer or run.data.tokenizer
@@ -199,12 +199,12 @@ def export(
         shutil.rmtree(replaced)
     wider = sorted({str(a.dtype) for name, a in stored.items() if a.dtype != dtypes[name] == DTYPES["bf16"]})
     rounded = f", rounded from {' and '.join(wider)}" if wider else ""
-    tensors = plural(len({name for e in wanted.values() for name in e.theirs}), "tensor")
+    tensors = plural(len({name for e in wanted.values() for name in e.hf_names}), "tensor")
     label = f"{run.model.family} with jaxtrain's names" if raw else settings["architectures"][0]
     kinds = " and ".join(sorted({str(dtype) for dtype in dtypes.values()})) if raw else chosen
     if loaded_tokenizer and text.template:
         say(f"chat template: {text.template_name}")
-    say(f"{out}: {label}, {tensors} as {kinds}{rounded}, {plural(files, 'file')}, {rate(size, seconds)}")
+    say(f"{out}: {label}, {tensors} as {kinds}{rounded}, {plural(files, 'file')}, {format_rate(size, seconds)}")
 
 
 def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], source_name: str, family: str) -> None:
@@ -224,7 +224,7 @@ def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], sourc
     for name, entry in wanted.items():
         if (shape := tuple(stored[name].shape)) != entry.shape:
             rule = f"{list_names([name])} is {list(shape)}, and {list(entry.shape)} by the FORMAT of model.family = {family!r}"
-            raise HuggingFaceError(f"{source_name}: {rule} ({entry.how.ours!r}).")
+            raise HuggingFaceError(f"{source_name}: {rule} ({entry.spec.ours!r}).")
 
 
 def write_tensors(
@@ -243,7 +243,7 @@ def write_tensors(
     """
     entries_by_name: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
-        for name in entry.theirs:
+        for name in entry.hf_names:
             entries_by_name.setdefault(name, []).append(entry)
     split = huggingface_hub.split_state_dict_into_shards_factory(
         entries_by_name,
@@ -253,11 +253,11 @@ def write_tensors(
     )
     for file, names in split.filename_to_tensors.items():
         arrays = {}
-        for jax_name, x in read(list(dict.fromkeys(entry.ours for name in names for entry in entries_by_name[name]))):
+        for jax_name, x in read(list(dict.fromkeys(entry.name for name in names for entry in entries_by_name[name]))):
             entry, converted = wanted[jax_name], x.astype(dtypes[jax_name], copy=False)
-            for index, name in enumerate(entry.theirs):
+            for index, name in enumerate(entry.hf_names):
                 if split.tensor_to_filename[name] == file:
-                    arrays[name] = entry.to_theirs(converted, index, arrays.get(name))
+                    arrays[name] = entry.to_hf(converted, index, arrays.get(name))
                     progress(name, arrays[name].nbytes // len(entries_by_name[name]))
         # The library renames a temporary file of mode 0600. Permissions must follow the umask, as for all other files.
         (out / file).touch()

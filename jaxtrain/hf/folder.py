@@ -23,19 +23,19 @@ from jaxtrain.data.chat_template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
-from jaxtrain.hf.names import EMBEDDING, HEAD, TIED, Entry, as_stored, entries, match, text_names
+from jaxtrain.hf.names import EMBEDDING, HEAD, TIED, Entry, match_tensors, model_entries, raw_entries, text_names
 from jaxtrain.hf.tensor_files import (
     ADAPTER,
     BF16,
     INDEX,
     MXFP4,
     SINGLE,
-    Stored,
+    StoredTensor,
     adapter_alone,
+    apply_scales,
     list_tensors,
-    read_object,
-    same,
-    scaled,
+    read_json_object,
+    same_bits,
     weight_files,
     with_scales,
 )
@@ -53,7 +53,7 @@ SHOWN = 6  # files named one by one
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
+class HfFolder:
     """A folder with a Hugging Face model, and the model as jaxtrain's config.
 
     Attributes:
@@ -66,22 +66,24 @@ class Folder:
     path: Path
     settings: Mapping[str, Any]
     model: Model
-    whole: str = ""
+    full_model_type: str = ""
 
     @functools.cached_property
-    def listed(self) -> dict[str, Stored]:
+    def all_tensors(self) -> dict[str, StoredTensor]:
         """Return all of the folder's tensors by their names there. Raises HuggingFaceError: missing or damaged files."""
         return list_tensors(self.path)
 
     @functools.cached_property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, StoredTensor]:
         """Return the tensors' descriptions by name, as a folder of text alone would have them.
 
         Raises HuggingFaceError for files that are missing or damaged, and for a text part at an unknown place.
         """
-        if not self.whole:
-            return with_scales(self.listed)
-        return with_scales({name: self.listed[full_name] for full_name, name in text_names(self.listed, self.path).items()})
+        if not self.full_model_type:
+            return with_scales(self.all_tensors)
+        return with_scales(
+            {name: self.all_tensors[full_name] for full_name, name in text_names(self.all_tensors, self.path).items()}
+        )
 
     @functools.cached_property
     def matched(self) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -91,12 +93,12 @@ class Folder:
         """
         if self.raw:  # of bfloat16 matrices, norms and biases may be float32
             exact = {k for k, a in self.tensors.items() if a.dtype == np.float32 and not is_matrix(k, a.shape)}
-            return as_stored(self.tensors, exact), {}
+            return raw_entries(self.tensors, exact), {}
         shapes = {name: stored.shape for name, stored in self.tensors.items()}
-        wanted = entries(self.model, shapes)
-        unused = match(wanted, shapes, f"{self.path}: its tensors are not those of config.json:", self.model)
+        wanted = model_entries(self.model, shapes)
+        unused = match_tensors(wanted, shapes, f"{self.path}: its tensors are not those of config.json:", self.model)
         for name in (name for name, why in unused.items() if why == TIED):
-            if not same(self.read(name), self.read(EMBEDDING)):
+            if not same_bits(self.read(name), self.read(EMBEDDING)):
                 rule = f"tie_word_embeddings is true, but {name} is not the embedding"
                 raise HuggingFaceError(f"{self.path}: {rule}. Remove the wrong one of the two.")
         return wanted, unused
@@ -104,7 +106,7 @@ class Folder:
     @property
     def dtype(self) -> str:
         """Return bf16 if all tensors without `HfTensor.exact` are bfloat16 after reading, else f32: none is rounded."""
-        names = [name for entry in self.matched[0].values() if not entry.how.exact for name in entry.theirs]
+        names = [name for entry in self.matched[0].values() if not entry.spec.exact for name in entry.hf_names]
         return "bf16" if all(self.tensors[name].holds == BF16 for name in names) else "f32"
 
     @functools.cached_property
@@ -112,12 +114,12 @@ class Folder:
         """Return what of the folder is not used although it may count: other weights, adapters, settings for generation."""
         files, _, other_files = weight_files(self.path)
         out = []
-        if self.whole:
-            unused = {name: a for name, a in self.listed.items() if name not in text_names(self.listed, self.path)}
+        if self.full_model_type:
+            unused = {name: a for name, a in self.all_tensors.items() if name not in text_names(self.all_tensors, self.path)}
             modules = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in unused)
             size = decimal(sum(a.file_bytes for a in unused.values()))
             shown = f"{len(unused)} tensors, {size} ({', '.join(modules)})" if unused else "no tensors"
-            out.append(f"{self.path}: the text part of {self.whole} is used; left out: {shown}")
+            out.append(f"{self.path}: the text part of {self.full_model_type} is used; left out: {shown}")
         adapters = [name for name in other_files if name.startswith("adapter_model.")]
         if (self.path / ADAPTER).is_file() or adapters:
             quoted_path = shlex.quote(str(self.path))
@@ -155,7 +157,7 @@ class Folder:
 
     @property
     def bytes(self) -> int:
-        """Return the sum of `Stored.bytes` over all tensors."""
+        """Return the sum of `StoredTensor.bytes` over all tensors."""
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "f32") -> RunConfig:
@@ -189,7 +191,7 @@ class Folder:
         if not stored.scale:
             return array
         scale = stored.scale.read(f"the scales of {name}")
-        return mxfp4.unpacked(array, scale) if stored.dtype == MXFP4 else scaled(array, scale, self.block)
+        return mxfp4.unpack_mxfp4(array, scale) if stored.dtype == MXFP4 else apply_scales(array, scale, self.block)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -238,7 +240,7 @@ def is_raw(folder: Path) -> bool:
     return read_settings(folder).get("model_type") == RAW
 
 
-def locate(name: str) -> Path:
+def locate_folder(name: str) -> Path:
     """Return a model's folder, by its path or by its name in the hub's cache on this machine. Raises HuggingFaceError."""
     path = Path(name.removeprefix("hf:")).expanduser()
     if not name.startswith("hf:") and path.is_dir():
@@ -261,7 +263,7 @@ def locate(name: str) -> Path:
     )
 
 
-def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> Folder:
+def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None = None) -> HfFolder:
     """Open a model's folder.
 
     Args:
@@ -273,7 +275,7 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
 
     Of a model that also sees or hears, the text part is opened, and `changes` are those of its config.json.
     """
-    path = locate(os.fspath(name))
+    path = locate_folder(os.fspath(name))
     settings = read_settings(path)
     if changes and settings.get("model_type") == RAW:
         rule = f"is a key of other programs' config.json, and {path} has the sections of jaxtrain's configs"
@@ -283,7 +285,7 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
         full_model_type = str(settings.get("model_type"))
         settings = text_part(settings, overrides, str(path / CONFIG), lambda: any(x.endswith(HEAD) for x in list_tensors(path)))
     settings |= overrides
-    folder = Folder(path, settings, model_of(settings, str(path / CONFIG)), full_model_type)
+    folder = HfFolder(path, settings, model_of(settings, str(path / CONFIG)), full_model_type)
     if not folder.raw and folder.model.mtp_layers and any(path.glob("*.safetensors")):
         # transformers writes the number of modules of multi-token prediction, and none of their tensors.
         last = f"model.layers.{folder.model.num_layers}."
@@ -298,7 +300,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         if (path / ADAPTER).is_file():
             raise HuggingFaceError(adapter_alone(path))
         raise HuggingFaceError(f"{path}: has no {CONFIG}. Name the folder of a Hugging Face model.")
-    return read_object(path / CONFIG)
+    return read_json_object(path / CONFIG)
 
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.hf import encoded
 from jaxtrain.hf.importing import Origin, open_origin
-from jaxtrain.hf.lora import Digest, gone
+from jaxtrain.hf.lora import Digest, missing_base_error
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.module import Definition
@@ -30,12 +30,12 @@ AT_ONCE = 1 << 26  # least bytes of weights, over all devices, that are read bef
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class BaseWeight:
     """A weight to read, and the arrays to store of it."""
 
     name: str  # in checkpoints
     plain: jax.ShapeDtypeStruct  # as it is read
-    parts: Tensors  # name -> array to store, which is `plain` itself without `stored`
+    arrays: Tensors  # name -> array to store, which is `plain` itself without `stored`
     stored: Stored | None  # how one layer's weight is stored
 
 
@@ -63,20 +63,20 @@ class Base:
         return f"base in {base}: {len(self.errors)} matrices, relative error {mean:.2%} in the mean, at most {most}"
 
 
-def weights_of(wanted: Tensors, source: Origin, definition: Definition, placement: Placement) -> list[Weight]:
+def weights_to_read(wanted: Tensors, source: Origin, definition: Definition, placement: Placement) -> list[BaseWeight]:
     """Return the weights from which the wanted tensors of a base are made, in their order.
 
     Weights in fewer bits are read in their stored dtype, and sharded over experts or outputs, so that no block is split.
     """
-    out: dict[str, Weight] = {}
+    out: dict[str, BaseWeight] = {}
     for name, a in wanted.items():
         weight = name.rpartition(".")[0]
         stacked_name, layer = split_layer(weight, definition.period)
         stored = definition.stored.get(stacked_name.removeprefix(PREFIX))
         if stored is None:
-            out[name] = Weight(name, a, {name: a}, None)
+            out[name] = BaseWeight(name, a, {name: a}, None)
         elif weight in out:
-            out[weight].parts[name] = a
+            out[weight].arrays[name] = a
         else:
             skip = int(layer is not None)
             shape, axes = stored.shape[skip:], stored.axes[skip:]
@@ -84,7 +84,7 @@ def weights_of(wanted: Tensors, source: Origin, definition: Definition, placemen
             dtype = source_tensor.dtype if source_tensor else jnp.dtype(jnp.bfloat16)
             layer_stored = dataclasses.replace(stored, shape=shape, axes=axes)
             plain = jax.ShapeDtypeStruct(shape, dtype, sharding=layer_stored.whole_blocks(placement))
-            out[weight] = Weight(weight, plain, {name: a}, layer_stored)
+            out[weight] = BaseWeight(weight, plain, {name: a}, layer_stored)
     return list(out.values())
 
 
@@ -93,13 +93,13 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
 
     wanted: the whole base. Raises CheckpointError or HuggingFaceError if the source has other tensors.
     """
-    form, digest = encoded.format_of(source.meta), Digest(definition.period)
+    form, digest = encoded.low_bits_format(source.meta), Digest(definition.period)
     tensors: Tensors = {}
     errors: dict[str, float] = {}
-    todo = weights_of(wanted, source, definition, placement)
+    todo = weights_to_read(wanted, source, definition, placement)
     has_bits = [weight for weight in todo if weight.stored and weight.stored.format == form]
     if has_bits:
-        tensors |= source.read_stored({name: a for weight in has_bits for name, a in weight.parts.items()})
+        tensors |= source.read_stored({name: a for weight in has_bits for name, a in weight.arrays.items()})
     for batch in _batches([weight for weight in todo if not weight.stored or weight.stored.format != form]):
         loaded = source.read({weight.name: weight.plain for weight in batch})
         for weight in batch:
@@ -108,13 +108,13 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
             if weight.stored is None:
                 tensors[weight.name] = x
                 continue
-            full_names = {name.rpartition(".")[2]: name for name in weight.parts}
-            layouts = tuple((suffix, weight.parts[name].sharding) for suffix, name in full_names.items())
+            full_names = {name.rpartition(".")[2]: name for name in weight.arrays}
+            layouts = tuple((suffix, weight.arrays[name].sharding) for suffix, name in full_names.items())
             arrays, error = _encoder(weight.stored, x.sharding, layouts)(x)
             # One program at a time: several at once would hold their temporary arrays, and on CPUs their collectives deadlock.
             errors[weight.name] = float(error)
             tensors |= {full_names[suffix]: array for suffix, array in arrays.items()}
-    return Base(tensors, encoded.digest_of(source.meta) or digest.hex(), errors)
+    return Base(tensors, encoded.recorded_digest(source.meta) or digest.hex(), errors)
 
 
 def base_digest(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> str:
@@ -122,10 +122,10 @@ def base_digest(source: Origin, wanted: Tensors, definition: Definition, placeme
 
     wanted: as in `read_base`. Raises as `read_base` does.
     """
-    if recorded := encoded.digest_of(source.meta):
+    if recorded := encoded.recorded_digest(source.meta):
         return recorded
     digest = Digest(definition.period)
-    for batch in _batches(weights_of(wanted, source, definition, placement), every=True):
+    for batch in _batches(weights_to_read(wanted, source, definition, placement), every=True):
         for name, x in source.read({weight.name: weight.plain for weight in batch}).items():
             digest.add(name, x)
     return digest.hex()
@@ -136,19 +136,19 @@ def restore_base(path: str, wanted: Tensors, definition: Definition, placement: 
     try:
         source = open_origin(path)
     except (CheckpointError, HuggingFaceError) as error:
-        raise gone(path, error) from error
+        raise missing_base_error(path, error) from error
     try:
         return read_base(source, wanted, definition, placement)
     except (CheckpointError, HuggingFaceError) as error:
         raise CheckpointError(f"the base of these adapters: {error}") from error
 
 
-def _batches(weights: list[Weight], every: bool = False) -> Iterator[list[Weight]]:
+def _batches(weights: list[BaseWeight], every: bool = False) -> Iterator[list[BaseWeight]]:
     """Yield the weights in batches of at least AT_ONCE bytes; unless `every`, those that keep their dtype all at once."""
     unencoded = [weight for weight in weights if weight.stored is None and not every]
     if unencoded:
         yield unencoded
-    batch: list[Weight] = []
+    batch: list[BaseWeight] = []
     for weight in (weight for weight in weights if every or weight.stored is not None):
         batch.append(weight)
         if sum(math.prod(w.plain.shape) * w.plain.dtype.itemsize for w in batch) >= AT_ONCE:

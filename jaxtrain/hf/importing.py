@@ -35,9 +35,9 @@ from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.hf import encoded
-from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
+from jaxtrain.hf.folder import TOKENIZER, HfFolder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import PREFIX
-from jaxtrain.hf.tensor_files import same
+from jaxtrain.hf.tensor_files import same_bits
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.progress import progress_bar
@@ -48,7 +48,7 @@ COPIED = "tokenizer"  # the folder of the tokenizer in that of an import
 Progress = Callable[[str, int], None]
 
 
-class NotFinite(HuggingFaceError):
+class NotFiniteWeights(HuggingFaceError):
     """An error: a tensor has values that are not finite. All processes find it."""
 
 
@@ -63,7 +63,7 @@ class Origin:
         name: a name of the weights for log lines.
         path: the folder of the step, or the Hugging Face folder.
         step: the step; 0 for a Hugging Face folder.
-        meta: meta.json of the step; for a Hugging Face folder, what an import would write of `config`, `came_from`.
+        meta: meta.json of the step; for a Hugging Face folder, what an import would write of `config`, `import_record`.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
         read_stored: reads tensors of a checkpoint as they are stored; `read` decodes weights in fewer bits (encoded.py).
@@ -78,13 +78,13 @@ class Origin:
     stored: Mapping[str, jax.ShapeDtypeStruct]
     read: Callable[[Tensors], Tensors]
     read_stored: Callable[[Tensors], Tensors]
-    folder: Folder | None = None
+    folder: HfFolder | None = None
     best: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what of a Hugging Face folder is not used, or that matrices of a checkpoint are in fewer bits."""
-        if form := encoded.format_of(self.meta):
+        if form := encoded.low_bits_format(self.meta):
             return (f"the matrices of {self.name} are in {form}, which lora.base={form} keeps; all else uses their values",)
         return () if self.folder is None else self.folder.notes
 
@@ -157,36 +157,36 @@ def open_origin(path: str) -> Origin:
         step_path = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
-        in_bits = encoded.weights_of(meta)
-        stored = encoded.decoded(meta, stored_in(meta))
+        in_bits = encoded.encoded_weights(meta)
+        stored = encoded.decoded_shapes(meta, stored_in(meta))
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
-        return Origin(name, step_path, step, meta, stored, encoded.reader(read, in_bits), read, best=loss is not None)
+        return Origin(name, step_path, step, meta, stored, encoded.decoding_reader(read, in_bits), read, best=loss is not None)
     return origin_of(open_folder(path))
 
 
-def origin_of(folder: Folder, progress: Progress = lambda name, size: None) -> Origin:
-    """Return the weights of an opened Hugging Face folder. progress: as in `load`.
+def origin_of(folder: HfFolder, progress: Progress = lambda name, size: None) -> Origin:
+    """Return the weights of an opened Hugging Face folder. progress: as in `load_tensors`.
 
     Raises HuggingFaceError if its tensors do not fit config.json.
     """
     stored = {
-        jax_name: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
+        jax_name: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.hf_names)))
         for jax_name, entry in folder.matched[0].items()
     }
-    meta = {"config": schema.to_dict(folder.run(folder.dtype)), **came_from(folder)}
-    read = functools.partial(load, folder, progress=progress)
+    meta = {"config": schema.to_dict(folder.run(folder.dtype)), **import_record(folder)}
+    read = functools.partial(load_tensors, folder, progress=progress)
     return Origin(str(folder.path), str(folder.path.absolute()), 0, meta, stored, read, read, folder)
 
 
-def folder_text(folder: Folder) -> TextFormat:
+def folder_text(folder: HfFolder) -> TextFormat:
     """Return the text format of a Hugging Face folder (data/text_format.py). Raises TokenizerError."""
     text = text_format.of_files(str(folder.path))
     special = {key: folder.settings.get(key) for key in text_format.SPECIAL}
     return dataclasses.replace(text, special=special, eos=tuple(dict.fromkeys([*text.eos, *ids_in(special["eos_token_id"])])))
 
 
-def came_from(folder: Folder) -> dict[str, Any]:
+def import_record(folder: HfFolder) -> dict[str, Any]:
     """Return entries of meta.json of an imported folder: its path and config.json, and the length of its sequences."""
     record = {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}
     return {"hugging_face": record, "positions": folder.seq_len}
@@ -195,7 +195,7 @@ def came_from(folder: Folder) -> dict[str, Any]:
 # ---- Tensors onto devices
 
 
-def load(folder: Folder, wanted: Tensors, progress: Progress) -> Tensors:
+def load_tensors(folder: HfFolder, wanted: Tensors, progress: Progress) -> Tensors:
     """Return tensors of a folder, rounded where the dtype in `wanted` has fewer bits.
 
     Args:
@@ -213,15 +213,15 @@ def load(folder: Folder, wanted: Tensors, progress: Progress) -> Tensors:
             raise HuggingFaceError(f"{name}: not in {folder.path}.")
         if entries[name].shape != a.shape:
             raise HuggingFaceError(f"{name}: {list(entries[name].shape)} in {folder.path}, {list(a.shape)} in this model.")
-    first = {name: folder.tensors[entries[name].theirs[0]] for name in wanted}
+    first = {name: folder.tensors[entries[name].hf_names[0]] for name in wanted}
     order = sorted(wanted, key=lambda name: (first[name].file, first[name].offset))
     read_once = functools.lru_cache(1)(folder.read)  # the parts of a tensor are read one after the other
 
     def read_entry(name: str) -> list[np.ndarray]:
-        arrays = [read_once(hf_name) for hf_name in entries[name].read]
+        arrays = [read_once(hf_name) for hf_name in entries[name].sources]
         for copy in entries[name].copies:
-            if not same(folder.read(copy), arrays[0]):
-                rule = f"multi-token prediction shares {entries[name].theirs[0]} with the model, but {copy} is another tensor"
+            if not same_bits(folder.read(copy), arrays[0]):
+                rule = f"multi-token prediction shares {entries[name].hf_names[0]} with the model, but {copy} is another tensor"
                 raise HuggingFaceError(f"{folder.path}: {rule}. Leave the modules out: --set num_nextn_predict_layers=0")
         return arrays
 
@@ -233,19 +233,19 @@ def load(folder: Folder, wanted: Tensors, progress: Progress) -> Tensors:
             stored = following.pop().result()
             following += [reader.submit(read_entry, after) for after in order[i + 1 : i + 2]]
             a, entry = wanted[name], entries[name]
-            shard = functools.partial(entry.to_ours, stored, np.dtype(a.dtype))
+            shard = functools.partial(entry.to_jax, stored, np.dtype(a.dtype))
             out[name] = jax.make_array_from_callback(a.shape, a.sharding, shard).block_until_ready()
             finite[name] = _all_finite(out[name])
             progress(name, math.prod(a.shape) * stored[0].itemsize)
     # All processes have the same flags, so they raise the same error.
     if not_finite := [name for name, x in jax.device_get(finite).items() if not x]:
-        used = [hf_name for name in not_finite for hf_name in entries[name].read]
+        used = [hf_name for name in not_finite for hf_name in entries[name].sources]
         names = [hf_name for hf_name in used if not np.isfinite(folder.read(hf_name).astype(np.float32)).all()]
         rule, fix = "has values that are NaN or infinite", "Fetch the folder again."
         if not names:
             names, rule, fix = used, "has values that bfloat16 cannot hold", "Fix: dtypes.params=f32, or hf import --dtype=f32."
         more = f", and so have {len(names) - 1} more tensors" * (len(names) > 1)
-        raise NotFinite(f"{folder.path}: {names[0]} {rule}{more}. {fix}")
+        raise NotFiniteWeights(f"{folder.path}: {names[0]} {rule}{more}. {fix}")
     return out
 
 
@@ -257,7 +257,7 @@ def _all_finite(x: jax.Array) -> jax.Array:
 # ---- `python -m jaxtrain hf import`
 
 
-def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
+def spread_sharding(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
     """Return a sharding over all devices, along the first dimension that is a multiple of their number; else replicated.
 
     A dimension with one element per device, such as experts, is used only if no other fits. A save would first copy such
@@ -269,7 +269,7 @@ def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
     return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
 
 
-def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None], in_bits: Any = None) -> None:
+def import_folder(folder: HfFolder, out: Path, dtype: str, say: Callable[[str], None], in_bits: Any = None) -> None:
     """Write OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer.
 
     Args:
@@ -291,7 +291,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     devices = jax.local_devices()
     wanted: Tensors = {
         name: jax.ShapeDtypeStruct(
-            entry.shape, DTYPES["f32" if entry.how.exact else dtype], sharding=spread(entry.shape, devices)
+            entry.shape, DTYPES["f32" if entry.spec.exact else dtype], sharding=spread_sharding(entry.shape, devices)
         )
         for name, entry in entries.items()
     }
@@ -315,9 +315,9 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         if in_bits:
             tensors, more, lines = in_bits.read(progress)
         else:
-            tensors = load(folder, wanted, progress)
+            tensors = load_tensors(folder, wanted, progress)
     seconds = time.perf_counter() - started
-    say(f"read {rate(folder.bytes, seconds)}, onto {plural(len(devices), 'device')}")
+    say(f"read {format_rate(folder.bytes, seconds)}, onto {plural(len(devices), 'device')}")
     for line in lines:
         say(line)
 
@@ -328,13 +328,13 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=COPIED))
     has_tokenizer = any((folder.path / name).is_file() for name in TOKENIZER)
     tokenizer = folder.path if has_tokenizer else None
-    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text, **more}, tokenizer)
-    say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
+    write_run_folder(out, schema.to_dict(run), tensors, {**import_record(folder), "text": text, **more}, tokenizer)
+    say(f"wrote {format_rate(size, time.perf_counter() - started)}, to {out}")
     if no_tokenizer:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
-def save(
+def write_run_folder(
     out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[str, Any], tokenizer: Path | None = None
 ) -> None:
     """Write a run's folder, with config.json and a checkpoint of step 0.
@@ -384,6 +384,6 @@ def check_space(out: Path, size: int) -> None:
         raise HuggingFaceError(f"{out}: {decimal(size)} are needed, and {decimal(free)} free. Name another --out.")
 
 
-def rate(size: int, seconds: float) -> str:
+def format_rate(size: int, seconds: float) -> str:
     """Return a size, time and rate, such as "16.1 GB in 59.5 s, 269.9 MB/s". size: bytes."""
     return f"{decimal(size)} in {duration(seconds)}, {decimal(int(size / seconds))}/s"

@@ -5,10 +5,10 @@ from typing import Any
 
 from jaxtrain.config.schema import ConfigError, Lora
 from jaxtrain.hf import encoded
-from jaxtrain.hf.folder import Folder
-from jaxtrain.hf.frozen_base import read_base, weights_of
+from jaxtrain.hf.folder import HfFolder
+from jaxtrain.hf.frozen_base import read_base, weights_to_read
 from jaxtrain.hf.importing import Progress, origin_of
-from jaxtrain.hf.model import abstract_of, placed
+from jaxtrain.hf.model import abstract_state, place_model
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.rules import wrong_base
@@ -23,7 +23,7 @@ class InBits:
         tensors: shape, dtype and sharding of each, by its name in checkpoints.
     """
 
-    def __init__(self, folder: Folder, form: str):
+    def __init__(self, folder: HfFolder, form: str):
         """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrix for it, or uneven blocks."""
         self._folder, self.format = folder, form
         run = folder.run(folder.dtype)
@@ -31,17 +31,17 @@ class InBits:
             raise ConfigError([dataclasses.replace(problem, key="--dtype") for problem in problems])
         # The frozen base of any adapters.
         run = dataclasses.replace(run, lora=Lora(rank=1, targets="wo", base=form))
-        self._definition, self._placement = placed(run)
-        everything = abstract_tensors(abstract_of(self._definition, self._placement))
+        self._definition, self._placement = place_model(run)
+        everything = abstract_tensors(abstract_state(self._definition, self._placement))
         self.tensors: Tensors = {n: a for n, a in everything.items() if n.startswith(PREFIX) and not is_adapter(n)}
 
     def read(self, progress: Progress) -> tuple[Tensors, dict[str, Any], list[str]]:
-        """Return (tensors, entries of meta.json, a line of errors for each layer). progress: as in `importing.load`."""
+        """Return (tensors, entries of meta.json, a line of errors for each layer). progress: as in `importing.load_tensors`."""
         source = origin_of(self._folder, progress)
         base = read_base(source, self.tensors, self._definition, self._placement)
-        weights = weights_of(self.tensors, source, self._definition, self._placement)
+        weights = weights_to_read(self.tensors, source, self._definition, self._placement)
         stored = {weight.name: weight.stored for weight in weights if weight.stored}
-        record = encoded.record(stored, self._folder.dtype, base.digest)
+        record = encoded.low_bits_record(stored, self._folder.dtype, base.digest)
         by_layer: dict[str, list[str]] = {}
         for name, error in base.errors.items():
             stack, layer, weight = name.removeprefix(PREFIX).split(".", 2)

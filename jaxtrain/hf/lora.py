@@ -117,13 +117,13 @@ def base_on_resume(meta: Mapping[str, Any], init: schema.Init) -> str:
     if init.base or not init.from_:
         return init.base or recorded
     same = init.from_ == meta["config"]["init"]["from"]
-    if same and opened(recorded):
+    if same and try_open(recorded):
         return recorded
-    init_origin = opened(init.from_)
+    init_origin = try_open(init.from_)
     return recorded if (init_origin.adapters if init_origin else same) else init.from_
 
 
-def opened(path: str) -> Origin | None:
+def try_open(path: str) -> Origin | None:
     """Return the weights in a path, not read yet; None if there are none."""
     try:
         return open_origin(path)
@@ -131,7 +131,7 @@ def opened(path: str) -> Origin | None:
         return None
 
 
-def settings_of(settings: schema.Lora) -> schema.Lora:
+def comparable_settings(settings: schema.Lora) -> schema.Lora:
     """Return the settings of adapters, to be compared: without the base's storage, and with the targets in one order."""
     return dataclasses.replace(settings, base="", targets=",".join(sorted(set(schema.split_items(settings.targets)))))
 
@@ -143,7 +143,7 @@ def as_options(adapters: Origin) -> str:
     return f"lora.rank={settings.rank}, lora.alpha={settings.alpha:g}{more} and lora.targets={settings.targets}"
 
 
-def gone(path: str, error: Exception) -> CheckpointError:
+def missing_base_error(path: str, error: Exception) -> CheckpointError:
     """Return the error for a base that cannot be read."""
     return CheckpointError(
         f"the base of these adapters, {path}, cannot be read: {error} Put it back there, or name the place where it is now "
@@ -151,7 +151,7 @@ def gone(path: str, error: Exception) -> CheckpointError:
     )
 
 
-def check_same(meta: Mapping[str, Any], path: str, value: str) -> None:
+def check_base_digest(meta: Mapping[str, Any], path: str, value: str) -> None:
     """Raise CheckpointError if the base in `path`, whose digest is `value`, is not the base that the adapters belong to."""
     if value != meta["base"]["digest"]:
         raise CheckpointError(
@@ -161,7 +161,7 @@ def check_same(meta: Mapping[str, Any], path: str, value: str) -> None:
         )
 
 
-def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]]:
+def merge_adapters(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]]:
     """Yield (name, array) of a model without adapters: W + scale a b for adapted weights, all others unchanged.
 
     tensors: canonical name, with or without a prefix -> weight or adapter (`...attention.lora.wq_a`). Each tensor is looked up
@@ -188,14 +188,14 @@ def _add_adapter(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: 
     """Return w + scale a b in the dtype of w. Experts are computed one by one; their a and b may be one pair for all."""
     letters = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")[1]
     if w.ndim == len(letters):
-        return (w.astype(np.float32) + scale * product(name, a, b)).astype(w.dtype)
+        return (w.astype(np.float32) + scale * adapter_product(name, a, b)).astype(w.dtype)
     per_expert, out = a.ndim + b.ndim > w.ndim + 1, np.empty_like(w)
     for expert, expert_w in enumerate(w):
         out[expert] = _add_adapter(name, expert_w, a[expert] if per_expert else a, b[expert] if per_expert else b, scale)
     return out
 
 
-def product(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def adapter_product(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the matrix product a b in float32, with its dimensions in the order of the weight `name`."""
     xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
     matrix = np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)

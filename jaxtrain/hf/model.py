@@ -47,7 +47,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     """
     if base and not run.lora.rank:
         raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
-    abstract = abstract_of(definition, placement)
+    abstract = abstract_state(definition, placement)
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}
     fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())
     if not run.lora.rank:
@@ -56,7 +56,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     base_path = base or lora.base_path(source.meta)
     adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
     base_weights = restore_base(base_path, {k: a for k, a in wanted.items() if k not in adapters}, definition, placement)
-    lora.check_same(source.meta, base_path, base_weights.digest)
+    lora.check_base_digest(source.meta, base_path, base_weights.digest)
     return from_tensors(abstract, source.read(adapters) | base_weights.tensors, fresh).params
 
 
@@ -85,10 +85,10 @@ def check_built(source: Origin) -> None:
     """
     run = source.run()
     if run.model.family not in FAMILIES or (source.folder and source.folder.raw):
-        check_tensors(source, abstract_tensors(abstract_of(*placed(run))), run.model)
+        check_tensors(source, abstract_tensors(abstract_state(*place_model(run))), run.model)
 
 
-def abstract_of(definition: Definition, placement: Placement) -> TrainState:
+def abstract_state(definition: Definition, placement: Placement) -> TrainState:
     """Return shapes, dtypes and shardings of a train state that has only weights."""
     params = jax.tree_util.tree_map_with_path(
         lambda path, a, axes: jax.ShapeDtypeStruct(
@@ -100,17 +100,20 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(placement)), params, ())
 
 
-def placed(run: RunConfig) -> tuple[Definition, Placement]:
-    """Return (definition, placement) of a run's model, with weights sharded over the devices of this process by `alone`."""
+def place_model(run: RunConfig) -> tuple[Definition, Placement]:
+    """Return (definition, placement) of a run's model.
+
+    Its weights are sharded over the devices of this process by `shard_for_inference`.
+    """
     devices = jax.local_devices()
-    sharded_run = alone(run, devices)
+    sharded_run = shard_for_inference(run, devices)
     placement = make_placement(sharded_run, devices[: sharded_run.mesh.fsdp])
     placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
     kernel, _ = choose_kernel(sharded_run, placement.layout.context, devices[0])
     return make_definition(sharded_run, make_zero(sharded_run.sharding, placement), kernel), placement
 
 
-def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
+def shard_for_inference(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
     """Return the run with weights sharded over these devices, or on one device if d_model is no multiple of their number.
 
     Every device gets all tokens.
@@ -153,20 +156,20 @@ def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarr
     return tokens_BT.astype(np.int32), segments_BT.astype(np.int32)
 
 
-def positions_of(segments_BT: np.ndarray) -> np.ndarray:
+def segment_positions(segments_BT: np.ndarray) -> np.ndarray:
     """Return the position of each token in its segment, from 0, int32 (B, T)."""
     index = np.broadcast_to(np.arange(segments_BT.shape[1]), segments_BT.shape)
     starts = np.concatenate([np.ones_like(segments_BT[:, :1]), np.diff(segments_BT, axis=1) != 0], axis=1)
     return (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32)
 
 
-def in_precision(run: RunConfig, precision: str) -> RunConfig:
+def with_precision(run: RunConfig, precision: str) -> RunConfig:
     """Return the run with this precision of the arithmetic, f32 | bf16; for f32, weights and gradients are f32 too."""
     dtypes = dataclasses.replace(run.dtypes, params="f32", grads="f32", reduce="f32") if precision == "f32" else run.dtypes
     return dataclasses.replace(run, precision=precision, dtypes=dtypes)
 
 
-def sized(run: RunConfig, T: int, documents: int) -> RunConfig:
+def with_row_length(run: RunConfig, T: int, documents: int) -> RunConfig:
     """Return the run with rows of T tokens in up to this many documents, which determine the attention kernel."""
     data = dataclasses.replace(run.data, seq_len=T, packing="documents", max_segments=documents)
     return dataclasses.replace(run, data=data)
@@ -182,7 +185,7 @@ def logits_program(definition: Definition, placement: Placement) -> Callable[...
     return jax.jit(placement.shard_map(forward, (definition.specs(placement), P(), P(), P()), P()))
 
 
-def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunConfig | None = None) -> Logits:
+def logits_function(source: Origin, precision: str = "f32", base: str = "", run: RunConfig | None = None) -> Logits:
     """Return a function from (tokens, segments), each int32 (B, T), to the logits of a model, f32 (B, T, V).
 
     Args:
@@ -191,19 +194,19 @@ def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunCo
         base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
         run: the run's config; None: the config stored with the weights.
     """
-    run = in_precision(run or source.run(), precision)
+    run = with_precision(run or source.run(), precision)
     params: list[Params] = []
 
     @functools.lru_cache(1)
     def compile_forward(T: int, documents: int) -> Any:
-        definition, placement = placed(sized(run, T, documents))
+        definition, placement = place_model(with_row_length(run, T, documents))
         if not params:
             params.append(read_params(source, run, definition, placement, base))
         return logits_program(definition, placement)
 
     def compute_logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
         forward = compile_forward(tokens_BT.shape[1], max(1, int(segments_BT.max())))
-        arrays = tokens_BT, segments_BT, positions_of(segments_BT)
+        arrays = tokens_BT, segments_BT, segment_positions(segments_BT)
         # Rows are computed one by one: the logits of all rows would be many times the size of the model.
         rows = (np.asarray(forward(params[0], *(jnp.asarray(x[i : i + 1]) for x in arrays))) for i in range(len(tokens_BT)))
         return np.concatenate(list(rows))

@@ -8,7 +8,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the highest of th
 BIAS = 127  # of the scales, E8M0
 
 
-def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return experts' weights, bfloat16 (E, inputs, outputs). Nothing is rounded: bfloat16 represents MXFP4 numbers exactly.
 
     blocks, scales: uint8 (E, outputs, inputs / 32, BYTES) and (E, outputs, inputs / 32), as in the published GPT-OSS.

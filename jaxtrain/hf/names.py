@@ -25,7 +25,7 @@ BEYOND = "mtp."  # prefix of Qwen's tensors of multi-token prediction
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "the head is the embedding"
 # Prefix of the text part's tensors in the folder of a model that also sees or hears -> their prefix in a folder of their own.
-TEXT_PLACES = {
+TEXT_PREFIXES = {
     **{f"{part}.": "" for part in ("language_model", "text_model")},
     **{f"model.{part}": "model." for part in ("language_model.", "text_model.", "")},
 }
@@ -36,94 +36,96 @@ SHOWN = 12  # problems named one by one
 class Entry:
     """A tensor of jaxtrain, and the Hugging Face tensors with its values: one tensor and its copies, or a tensor per expert."""
 
-    ours: str  # the name in jaxtrain's checkpoints
-    read: tuple[str, ...]  # the names in the Hugging Face checkpoint, without those of copies
-    how: HfTensor
+    name: str  # the name in jaxtrain's checkpoints
+    sources: tuple[str, ...]  # the names in the Hugging Face checkpoint, without those of copies
+    spec: HfTensor
     sizes: Mapping[str, int]  # size of each axis by its letter
     copies: tuple[str, ...] = ()
 
     @property
-    def theirs(self) -> tuple[str, ...]:
+    def hf_names(self) -> tuple[str, ...]:
         """Return the names in the Hugging Face checkpoint."""
-        return self.read + self.copies
+        return self.sources + self.copies
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of jaxtrain's tensor."""
-        return self._shape(self.how.ours)
+        return self._shape(self.spec.ours)
 
     @property
-    def their_shape(self) -> tuple[int, ...]:
-        """Return the shape of each Hugging Face tensor in `theirs`."""
-        return self._shape(SUM.sub("+", self.how.theirs))
+    def hf_shape(self) -> tuple[int, ...]:
+        """Return the shape of each Hugging Face tensor in `hf_names`."""
+        return self._shape(SUM.sub("+", self.spec.theirs))
 
-    def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
+    def to_jax(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
 
         Args:
-            stored: the array of each tensor in `read`. Experts outside of `index` are not used.
+            stored: the array of each tensor in `sources`. Experts outside of `index` are not used.
             dtype: dtype of the result.
             index: the shard, as a slice of each axis of jaxtrain's array.
         """
-        if not self.how.each_expert:
-            return copied(self._to_jax_layout(stored[0])[index]).astype(dtype, copy=False)
+        if not self.spec.each_expert:
+            return contiguous_copy(self._to_jax_layout(stored[0])[index]).astype(dtype, copy=False)
         experts, *slices = index
-        return np.stack([copied(self._to_jax_layout(x)[tuple(slices)]).astype(dtype, copy=False) for x in stored[experts]])
+        return np.stack(
+            [contiguous_copy(self._to_jax_layout(x)[tuple(slices)]).astype(dtype, copy=False) for x in stored[experts]]
+        )
 
-    def to_theirs(self, x: np.ndarray, index: int = 0, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the contiguous array of tensor `theirs[index]` from jaxtrain's global array: the inverse of `to_ours`.
+    def to_hf(self, x: np.ndarray, index: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the contiguous array of tensor `hf_names[index]` from jaxtrain's global array: the inverse of `to_jax`.
 
         out: the result with the tensor's other parts, into which this part is written; None: the other parts are zero.
         """
-        hf_axes, jax_axes = flat(self.how.alone), flat(self.how.each)
+        hf_axes, jax_axes = axis_letters(self.spec.alone), axis_letters(self.spec.each)
         array = self._reorder_rotary(
-            (x[index] if self.how.each_expert else x).reshape([self.sizes[a] for a in jax_axes]), jax_axes, inverse=True
+            (x[index] if self.spec.each_expert else x).reshape([self.sizes[a] for a in jax_axes]), jax_axes, inverse=True
         )
         array = array.transpose([jax_axes.index(a) for a in hf_axes])
-        if not self.how.parts:
-            return copied(array).reshape(self.their_shape)
-        merged = np.zeros(self.their_shape, x.dtype) if out is None else out
-        words(self._section_view(merged))[...] = words(array)
+        if not self.spec.parts:
+            return contiguous_copy(array).reshape(self.hf_shape)
+        merged = np.zeros(self.hf_shape, x.dtype) if out is None else out
+        as_integers(self._section_view(merged))[...] = as_integers(array)
         return merged
 
     def _shape(self, axes: str) -> tuple[int, ...]:
         """Return the size of each axis. "+": the axis of the parts."""
         sizes = {**self.sizes, "+": sum(self._widths)}
-        return tuple(math.prod(sizes[a] for a in group) for group in grouped(axes))
+        return tuple(math.prod(sizes[a] for a in group) for group in axis_groups(axes))
 
     @property
     def _widths(self) -> list[int]:
         """Return the size of each part along their axis."""
-        return [math.prod(self.sizes[a] for a in flat(axes)) for axes in self.how.parts]
+        return [math.prod(self.sizes[a] for a in axis_letters(axes)) for axes in self.spec.parts]
 
     def _section_view(self, x: np.ndarray) -> np.ndarray:
         """Return a view of a Hugging Face tensor: the part that is jaxtrain's array, with each axis by itself."""
-        if self.how.parts:
-            before, after = (flat(axes) for axes in SUM.sub("+", self.how.theirs).split("+"))
-            start = sum(self._widths[: self.how.part])
-            within = slice(start, start + self._widths[self.how.part])
+        if self.spec.parts:
+            before, after = (axis_letters(axes) for axes in SUM.sub("+", self.spec.theirs).split("+"))
+            start = sum(self._widths[: self.spec.part])
+            within = slice(start, start + self._widths[self.spec.part])
             x = x.reshape([*(self.sizes[a] for a in before), -1, *(self.sizes[a] for a in after)])
             x = x[(*(slice(None) for _ in before), within)]
-        return x.reshape([self.sizes[a] for a in flat(self.how.alone)])
+        return x.reshape([self.sizes[a] for a in axis_letters(self.spec.alone)])
 
     def _to_jax_layout(self, x: np.ndarray) -> np.ndarray:
         """Return the array of a Hugging Face tensor, reshaped and transposed to jaxtrain's axes."""
-        hf_axes, jax_axes = flat(self.how.alone), flat(self.how.each)
+        hf_axes, jax_axes = axis_letters(self.spec.alone), axis_letters(self.spec.each)
         return self._reorder_rotary(self._section_view(x).transpose([hf_axes.index(a) for a in jax_axes]), jax_axes).reshape(
-            self._shape(self.how.each)
+            self._shape(self.spec.each)
         )
 
     def _reorder_rotary(self, x: np.ndarray, axes: list[str], inverse: bool = False) -> np.ndarray:
         """Return an array with rotary pairs as two halves, if the Hugging Face tensor interleaves them. inverse: undo it."""
-        if not self.how.interleaved:
+        if not self.spec.interleaved:
             return x
-        width, rotary = self.sizes[self.how.interleaved], self.sizes["rotary"]
+        width, rotary = self.sizes[self.spec.interleaved], self.sizes["rotary"]
         order = halves_of_pairs(width, rotary, width - rotary if self.sizes["L"] else 0)
-        return np.take(words(x), np.argsort(order) if inverse else order, axes.index(self.how.interleaved)).view(x.dtype)
+        return np.take(as_integers(x), np.argsort(order) if inverse else order, axes.index(self.spec.interleaved)).view(x.dtype)
 
-    def called(self, index: int) -> str:
-        """Return jaxtrain's name of tensor `theirs[index]`: layers.0.mlp_norm.scale, or layers.0.mlp.gate[3] for expert 3."""
-        return self.ours.removeprefix(PREFIX) + (f"[{index}]" if self.how.each_expert else "")
+    def element_name(self, index: int) -> str:
+        """Return jaxtrain's name of tensor `hf_names[index]`: layers.0.mlp_norm.scale, or layers.0.mlp.gate[3] for expert 3."""
+        return self.name.removeprefix(PREFIX) + (f"[{index}]" if self.spec.each_expert else "")
 
 
 def halves_of_pairs(width: int, rotary: int, start: int) -> np.ndarray:
@@ -132,17 +134,17 @@ def halves_of_pairs(width: int, rotary: int, start: int) -> np.ndarray:
     return np.concatenate([np.arange(start), pairs, np.arange(start + rotary, width)])
 
 
-def flat(axes: str) -> list[str]:
+def axis_letters(axes: str) -> list[str]:
     """Return the letters of all axes in order: [N, H, D] for "(N H) D". An axis 1 is left out."""
     return [a for a in re.findall(r"[^()\s]+", axes) if a != "1"]
 
 
-def grouped(axes: str) -> list[list[str]]:
+def axis_groups(axes: str) -> list[list[str]]:
     """Return the letters of each axis, merged axes in one list: [[N, H], [D]] for "(N H) D"."""
-    return [flat(group) for group in re.findall(r"\([^)]*\)|\S+", axes)]
+    return [axis_letters(group) for group in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
-def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, Entry]:
+def model_entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, Entry]:
     """Return every tensor of a model by its name in jaxtrain's checkpoints, in the order of layers.
 
     Args:
@@ -157,7 +159,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     specs: dict[str, HfTensor] = dict(format_of(model.family).tensors)
     sizes = {axis: sum(getattr(model, key) for key in keys) for axis, keys in AXES.items()}
     for name, spec in specs.items():
-        if unknown := [a for a in (*flat(spec.ours), *flat(spec.theirs.replace("+", " "))) if a not in sizes]:
+        if unknown := [a for a in (*axis_letters(spec.ours), *axis_letters(spec.theirs.replace("+", " "))) if a not in sizes]:
             rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes))}"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
         present = {sibling.part for sibling in specs.values() if sibling.name == spec.name}
@@ -218,13 +220,13 @@ def text_names(stored: Collection[str], path: Path) -> dict[str, str]:
     Raises:
         HuggingFaceError: the folder has tensors of a text part at no known place, or at two.
     """
-    layers = {root: root + "model.layers.".removeprefix(own_prefix) for root, own_prefix in TEXT_PLACES.items()}
+    layers = {root: root + "model.layers.".removeprefix(own_prefix) for root, own_prefix in TEXT_PREFIXES.items()}
     roots = [root for root, prefix in layers.items() if any(name.startswith(prefix) for name in stored)]
     if len(roots) != 1:
         rule = f"layers of its text part must be at one of {', '.join(layers.values())}"
         raise HuggingFaceError(f"{path}: {rule}; it has {' and '.join(layers[x] for x in roots) or 'none'}. Fetch it again.")
     (root,) = roots
-    out = {name: TEXT_PLACES[root] + name.removeprefix(root) for name in stored if name.startswith(root)}
+    out = {name: TEXT_PREFIXES[root] + name.removeprefix(root) for name in stored if name.startswith(root)}
     if HEAD in stored:
         if HEAD in out.values():
             raise HuggingFaceError(f"{path}: has two heads, {root}{HEAD} and {HEAD}. Remove the wrong one.")
@@ -232,7 +234,7 @@ def text_names(stored: Collection[str], path: Path) -> dict[str, str]:
     return out
 
 
-def as_stored(stored: Mapping[str, Any], exact: Collection[str] = ()) -> dict[str, Entry]:
+def raw_entries(stored: Mapping[str, Any], exact: Collection[str] = ()) -> dict[str, Entry]:
     """Return the entry of each tensor of a folder with jaxtrain's own names, by its name in jaxtrain's checkpoints.
 
     Args:
@@ -247,13 +249,13 @@ def as_stored(stored: Mapping[str, Any], exact: Collection[str] = ()) -> dict[st
     return out
 
 
-def match(
+def match_tensors(
     wanted: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], rule: str, model: Model | None = None
 ) -> dict[str, str]:
     """Check the tensors of a folder. Return the name of each unused tensor -> reason.
 
     Args:
-        wanted: `entries` of the model.
+        wanted: `model_entries` of the model.
         shapes: shapes of the folder's tensors by name.
         rule: the first line of the error.
         model: the model whose family decides whether tensors of layers after its last layer may be unused (`Format.beyond`).
@@ -264,12 +266,12 @@ def match(
     """
     problems, known_names = [], set()
     for entry in wanted.values():
-        for index, name in enumerate(entry.theirs):
+        for index, name in enumerate(entry.hf_names):
             known_names.add(name)
             if name not in shapes:
-                problems.append(f"{name}: missing (it is {entry.called(index)}, {list(entry.their_shape)})")
-            elif shapes[name] != entry.their_shape:
-                actual, expected = list(shapes[name]), list(entry.their_shape)
+                problems.append(f"{name}: missing (it is {entry.element_name(index)}, {list(entry.hf_shape)})")
+            elif shapes[name] != entry.hf_shape:
+                actual, expected = list(shapes[name]), list(entry.hf_shape)
                 problems.append(f"{name}: its shape is {actual}, config.json makes it {expected}")
     unused = {}
     beyond = format_of(model.family).beyond if model else ""
@@ -294,9 +296,9 @@ def layer_of(name: str) -> int:
     return int(layer[1]) if layer else -1
 
 
-def copied(view: np.ndarray) -> np.ndarray:
+def contiguous_copy(view: np.ndarray) -> np.ndarray:
     """Return a contiguous copy of a view whose axes may have been transposed."""
-    x = words(view)
+    x = as_integers(view)
     if x.flags.c_contiguous or x.ndim < 2:
         return np.array(x).view(view.dtype)
     out = np.empty(x.shape, x.dtype)
@@ -306,6 +308,6 @@ def copied(view: np.ndarray) -> np.ndarray:
     return out.view(view.dtype)
 
 
-def words(x: np.ndarray) -> np.ndarray:
+def as_integers(x: np.ndarray) -> np.ndarray:
     """Return a view of integers in place of bfloat16, because numpy copies unknown dtypes element by element."""
     return x.view(np.uint16) if x.dtype.itemsize == 2 else x

@@ -40,10 +40,10 @@ from jaxtrain.data.tokenizer import load_tokenizer, model_eos
 from jaxtrain.hf import lora
 from jaxtrain.hf.folder import is_folder
 from jaxtrain.hf.frozen_base import base_digest
-from jaxtrain.hf.importing import check_new, open_origin, save
-from jaxtrain.hf.model import abstract_of, placed
-from jaxtrain.hf.names import LAYER, PREFIX, Entry, entries, flat, match
-from jaxtrain.hf.tensor_files import read_object
+from jaxtrain.hf.importing import check_new, open_origin, write_run_folder
+from jaxtrain.hf.model import abstract_state, place_model
+from jaxtrain.hf.names import LAYER, PREFIX, Entry, axis_letters, match_tensors, model_entries
+from jaxtrain.hf.tensor_files import read_json_object
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -70,22 +70,22 @@ OFF = (None, False, "none", {}, [])  # the values of all other keys that are acc
 
 
 def adapter_entries(model: Model, rank: int, ranks: Mapping[str, int] = MappingProxyType({})) -> dict[str, Entry]:
-    """Return jaxtrain's name -> entry of each adapter matrix but those of experts. `Entry.theirs` has the name in PEFT.
+    """Return jaxtrain's name -> entry of each adapter matrix but those of experts. `Entry.hf_names` has the name in PEFT.
 
     The weights of EQUATIONS have adapters (models/lora.py), but none of a delta net. ranks: those of modules with another one
-    than `rank`. The rank of jaxtrain's arrays is that of the module, too (`widened`).
+    than `rank`. The rank of jaxtrain's arrays is that of the module, too (`pad_ranks`).
     """
     out: dict[str, Entry] = {}
-    for weight in entries(model).values():
-        if weight.ours.rpartition(".")[2] not in EQUATIONS or ".delta." in weight.ours or is_of_experts(weight):
+    for weight in model_entries(model).values():
+        if weight.name.rpartition(".")[2] not in EQUATIONS or ".delta." in weight.name or is_of_experts(weight):
             continue
-        outputs, inputs = weight.how.axes
-        jax_axes = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
-        layer = MODEL + weight.theirs[0].removesuffix(".weight")
+        outputs, inputs = weight.spec.axes
+        jax_axes = [" ".join(c for c in axis_letters(weight.spec.ours) if c in axes) for axes in (outputs, inputs)]
+        layer = MODEL + weight.hf_names[0].removesuffix(".weight")
         sizes = {**weight.sizes, "R": ranks.get(layer.rpartition(".")[2], rank)}
         a = HfTensor(layer + A_NAME, f"{jax_axes[1]} R", f"R {inputs}")
-        b = HfTensor(layer + B_NAME, f"R {jax_axes[0]}", f"{outputs} R", weight.how.part, weight.how.interleaved)
-        out |= _pair(weight.ours, a, b, sizes)
+        b = HfTensor(layer + B_NAME, f"R {jax_axes[0]}", f"{outputs} R", weight.spec.part, weight.spec.interleaved)
+        out |= _pair(weight.name, a, b, sizes)
     return out
 
 
@@ -93,7 +93,7 @@ def fused_modules(model: Model) -> dict[str, list[str]]:
     """Return the name of each module that holds several weights with adapters -> the names of these weights, in order."""
     out: dict[str, dict[str, None]] = {}
     for name, entry in adapter_entries(model, 1).items():
-        out.setdefault(module_of(entry.theirs[0]), {})[weight_of(name)] = None
+        out.setdefault(module_of(entry.hf_names[0]), {})[weight_of(name)] = None
     return {module: [*names] for module, names in out.items() if len(names) > 1}
 
 
@@ -104,7 +104,7 @@ def module_of(tensor: str) -> str:
 
 def is_of_experts(weight: Entry) -> bool:
     """Return whether a weight is that of a layer's experts."""
-    return weight.ours.rpartition(".")[2] in FEED_FORWARD and flat(weight.how.ours)[0] == "E"
+    return weight.name.rpartition(".")[2] in FEED_FORWARD and axis_letters(weight.spec.ours)[0] == "E"
 
 
 def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, int]) -> dict[str, Entry]:
@@ -112,13 +112,13 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
 
     Args:
         targets: the names of the adapted weights.
-        ranks: the rank of each of PEFT's parameters. The rank of jaxtrain's arrays is that of the parameter, too (`widened`).
+        ranks: the rank of each of PEFT's parameters. The rank of jaxtrain's arrays is that of the parameter, too (`pad_ranks`).
     """
     out: dict[str, Entry] = {}
-    for weight in filter(is_of_experts, entries(model).values()):
-        prefix, _, name = weight.ours.rpartition(".")
-        spec = EXPERTS_TOGETHER[f"layers.{{i}}.mlp.{name}"] if weight.how.each_expert else weight.how
-        layer = LAYER.match(weight.theirs[0])
+    for weight in filter(is_of_experts, model_entries(model).values()):
+        prefix, _, name = weight.name.rpartition(".")
+        spec = EXPERTS_TOGETHER[f"layers.{{i}}.mlp.{name}"] if weight.spec.each_expert else weight.spec
+        layer = LAYER.match(weight.hf_names[0])
         if name not in targets or layer is None:
             continue
         module, _, parameter = (spec.parameter or spec.name).replace("{i}", layer[1]).rpartition(".")
@@ -127,20 +127,20 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
         outputs = next(axis for axis in spec.axes[1:] if into not in axis)
         a = HfTensor(MODEL + module + inner + A_NAME, f"E {into} R", f"(E R) {into}")
         b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", spec.part)
-        out |= _pair(weight.ours, a, b, {**weight.sizes, "R": ranks[parameter]})
+        out |= _pair(weight.name, a, b, {**weight.sizes, "R": ranks[parameter]})
     return out
 
 
 def module_entries(model: Model, rank: int) -> dict[str, Entry]:
     """Return jaxtrain's name -> entry of the adapter matrices of experts, as PEFT has them for a module of each expert."""
     out: dict[str, Entry] = {}
-    for weight in filter(is_of_experts, entries(model).values()):
-        if weight.how.each_expert:
-            outputs, inputs = flat(weight.how.theirs)
+    for weight in filter(is_of_experts, model_entries(model).values()):
+        if weight.spec.each_expert:
+            outputs, inputs = axis_letters(weight.spec.theirs)
             a = HfTensor(A_NAME + "{e}", f"E {inputs} R", f"R {inputs}")
             b = HfTensor(B_NAME + "{e}", f"E R {outputs}", f"{outputs} R")
-            names = [MODEL + name.removesuffix(".weight") for name in weight.theirs]
-            out |= _pair(weight.ours, a, b, {**weight.sizes, "R": rank}, names)
+            names = [MODEL + name.removesuffix(".weight") for name in weight.hf_names]
+            out |= _pair(weight.name, a, b, {**weight.sizes, "R": rank}, names)
     return out
 
 
@@ -153,7 +153,7 @@ def _pair(weight: str, a: HfTensor, b: HfTensor, sizes: Mapping[str, int], modul
     return out
 
 
-def widened(x: np.ndarray, index: int, multiple: int, axis: int) -> np.ndarray:
+def pad_ranks(x: np.ndarray, index: int, multiple: int, axis: int) -> np.ndarray:
     """Return an adapter matrix with `multiple` times its rank: its own ranks are part `index`, and all others are zero.
 
     axis: that of the ranks.
@@ -165,7 +165,7 @@ def _axis_of_ranks(name: str, experts: bool) -> int:
     return -1 if name.endswith(A) else int(experts)
 
 
-def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, config: schema.Lora, base: str) -> list[str]:
+def write_adapter(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, config: schema.Lora, base: str) -> list[str]:
     """Write an adapter for PEFT and return the names of its tensors.
 
     Args:
@@ -190,7 +190,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, config
     modules, parameters = set(), set()
     for name, x in adapters.items():
         x, entry = np.asarray(x, np.float32), plain.get(name) or experts[name]
-        hf_name = entry.theirs[0]
+        hf_name = entry.hf_names[0]
         module = hf_name.removesuffix(A_NAME).removesuffix(B_NAME)
         if name in plain:
             names = modules_of.get(module.rpartition(".")[2])
@@ -200,15 +200,15 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, config
             else:
                 modules.add(module.rpartition(".")[2])
             if names:
-                x = widened(x, names.index(weight_of(name)), len(names), _axis_of_ranks(name, False))
+                x = pad_ranks(x, names.index(weight_of(name)), len(names), _axis_of_ranks(name, False))
         else:
             x = x if x.ndim == 3 else np.broadcast_to(x, (model.num_experts, *x.shape))
             if weight_of(name) in fused:
-                x = widened(x, fused.index(weight_of(name)), len(fused), _axis_of_ranks(name, True))
+                x = pad_ranks(x, fused.index(weight_of(name)), len(fused), _axis_of_ranks(name, True))
             block = ".".join(module.removesuffix(INNER).split(".")[-2:])
             parameters.add(f"{block}.{DOWN if weight_of(name) == 'down' else GATE_UP}")
         # Weights in one tensor have ranks and outputs of their own, and zeros in the others'.
-        tensors[hf_name] = tensors.get(hf_name, np.float32(0)) + entry.to_theirs(x)
+        tensors[hf_name] = tensors.get(hf_name, np.float32(0)) + entry.to_hf(x)
     multiples = {module: n for module, n in multiples.items() if module in modules} | (
         {GATE_UP: len(fused)} if len(fused) > 1 else {}
     )
@@ -240,7 +240,7 @@ def wide_alpha(config: schema.Lora, multiple: int) -> float:
     return config.alpha * (math.sqrt(multiple) if config.rslora else multiple)
 
 
-def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray], list[str]]:
+def read_adapter(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray], list[str]]:
     """Return (settings, float32 arrays by jaxtrain's names, notes on ignored settings) of PEFT's adapter.
 
     Raises:
@@ -248,7 +248,7 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     """
     if not (folder / CONFIG).is_file():
         raise HuggingFaceError(f"{folder} holds no adapter of PEFT: it has no {CONFIG}. Name the adapter's folder.")
-    settings = read_object(folder / CONFIG)
+    settings = read_json_object(folder / CONFIG)
     try:
         tensors = safetensors.numpy.load_file(folder / TENSORS)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -283,24 +283,26 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
         raise HuggingFaceError(f"{folder / TENSORS}: {bad_name}: gated delta nets have no adapters in jaxtrain. {MERGE}")
     multiples = {module: _rank_multiple(folder, config, settings, module, names) for module, names in fused.items()}
     known_entries = adapter_entries(model, rank, {module: n * rank for module, n in multiples.items()})
-    adapted = {weight_of(name) for name, entry in known_entries.items() if entry.theirs[0] in tensors}
+    adapted = {weight_of(name) for name, entry in known_entries.items() if entry.hf_names[0] in tensors}
     wanted = {name: entry for name, entry in known_entries.items() if weight_of(name) in adapted}
     experts, multiple = _read_expert_entries(folder, model, config, settings, tensors)
     wanted |= experts
     shapes = {name: x.shape for name, x in tensors.items()}
-    match(wanted, shapes, f"{folder}: the adapter does not fit this model. Name the base that it was made for. Its tensors:")
+    match_tensors(
+        wanted, shapes, f"{folder}: the adapter does not fit this model. Name the base that it was made for. Its tensors:"
+    )
     arrays: dict[str, np.ndarray] = {}
     written: dict[str, np.ndarray] = {}
     for name, entry in wanted.items():
-        x = entry.to_ours(
-            [tensors[hf_name] for hf_name in entry.theirs], np.dtype("float32"), tuple(slice(None) for _ in entry.shape)
+        x = entry.to_jax(
+            [tensors[hf_name] for hf_name in entry.hf_names], np.dtype("float32"), tuple(slice(None) for _ in entry.shape)
         )
-        if entry.how.parts and len(entry.theirs) == 1:
-            written[entry.theirs[0]] = entry.to_theirs(x, out=written.get(entry.theirs[0]))
-        module = module_of(entry.theirs[0])
+        if entry.spec.parts and len(entry.hf_names) == 1:
+            written[entry.hf_names[0]] = entry.to_hf(x, out=written.get(entry.hf_names[0]))
+        module = module_of(entry.hf_names[0])
         names, n = (IN_ORDER, multiple) if name in experts else (fused.get(module, ()), multiples.get(module, 1))
         if n > 1 and weight_of(name) in names:
-            x = _narrow(folder, entry.theirs[0], name, x, rank, names, _axis_of_ranks(name, name in experts))
+            x = _narrow(folder, entry.hf_names[0], name, x, rank, names, _axis_of_ranks(name, name in experts))
         arrays[name] = x
     if extra := next((name for name, x in written.items() if not np.array_equal(x, tensors[name].astype(np.float32))), None):
         raise HuggingFaceError(f"{folder / TENSORS}: {extra} adapts outputs that have no adapters in jaxtrain. {MERGE}")
@@ -336,7 +338,7 @@ def _read_expert_entries(
 
     Raises HuggingFaceError if rank_pattern or alpha_pattern are others than an export has.
     """
-    modules = {name: e for name, e in module_entries(model, config.rank).items() if {*e.theirs} & tensors.keys()}
+    modules = {name: e for name, e in module_entries(model, config.rank).items() if {*e.hf_names} & tensors.keys()}
     if modules:
         present = {weight_of(name) for name in modules}
         return {name: e for name, e in module_entries(model, config.rank).items() if weight_of(name) in present}, 1
@@ -369,7 +371,7 @@ def _rank_multiple(folder: Path, config: schema.Lora, settings: Mapping[str, Any
 
 
 def _narrow(folder: Path, tensor: str, name: str, x: np.ndarray, rank: int, names: Sequence[str], axis: int) -> np.ndarray:
-    """Return the matrix of one of the weights `names` from PEFT's `tensor` of their module: the inverse of `widened`."""
+    """Return the matrix of one of the weights `names` from PEFT's `tensor` of their module: the inverse of `pad_ranks`."""
     start = names.index(weight_of(name)) * rank
     selected = np.take(x, range(start, start + rank), axis)
     if name.endswith(B) and np.count_nonzero(x) != np.count_nonzero(selected):
@@ -409,7 +411,7 @@ def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -
     Args:
         path: a checkpoint, or a run's folder.
         folder: the folder to write.
-        base: the base model's name, as in `write`. "" or a run's folder: `base_name` finds the name.
+        base: the base model's name, as in `write_adapter`. "" or a run's folder: `base_name` finds the name.
         ema: write the averages of the adapters (train.ema_decay).
 
     Raises:
@@ -426,7 +428,7 @@ def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {name: a.update(sharding=sharding) for name, a in source.stored.items() if name.startswith(PREFIX)}
     adapters = {name: np.asarray(x) for name, x in source.read(wanted).items()}
-    written = write(folder, adapters, run.model, run.lora, base)
+    written = write_adapter(folder, adapters, run.model, run.lora, base)
     if template := source.text().template:
         write_atomic(folder / TEMPLATE, template)
     copied = run.lora.experts == "shared" and run.model.num_experts
@@ -451,7 +453,7 @@ def base_name(path: str) -> str:
         try:
             meta = open_origin(path).meta
         except CheckpointError as error:
-            raise lora.gone(path, error) from error
+            raise lora.missing_base_error(path, error) from error
         folder = Path(meta["hugging_face"]["folder"]) if "hugging_face" in meta else folder
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):  # a folder of the hub's cache
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -465,7 +467,7 @@ def base_name(path: str) -> str:
     )
 
 
-def text_of(folder: Path, base: TextFormat) -> TextFormat:
+def adapter_text_format(folder: Path, base: TextFormat) -> TextFormat:
     """Return the text format of imported adapters: that of their base, and of the tokenizer's files in the adapters' folder."""
     if (folder / TOKENIZER).is_file():
         eos = model_eos(str(folder), load_tokenizer(str(folder)).id_of)
@@ -475,7 +477,9 @@ def text_of(folder: Path, base: TextFormat) -> TextFormat:
 
 
 def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[str]]:
-    """Write a checkpoint of adapters for `base`, like a LoRA run's checkpoint. Return the run's config and the notes of `read`.
+    """Write a checkpoint of adapters for `base`, like a LoRA run's checkpoint.
+
+    Return the run's config and the notes of `read_adapter`.
 
     Args:
         folder: the folder with PEFT's adapter.
@@ -492,18 +496,18 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         raise HuggingFaceError(f"--base = {base}: holds adapters, and no model. Fix: --base={base_path}, which is their base.")
     source.announce()
     run = source.run()
-    settings, adapters, notes = read(folder, run.model)
+    settings, adapters, notes = read_adapter(folder, run.model)
     if not settings.targets:
         raise HuggingFaceError(
             f"{folder}: adapts none of {', '.join(run.model.adaptable(experts=True))}, which are all that jaxtrain can."
         )
-    text = text_of(folder, source.text())
+    text = adapter_text_format(folder, source.text())
     path = source.path
     # Adapters are trained without the base's modules of multi-token prediction.
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp_layers=0))
     run = dataclasses.replace(run, lora=settings, init=schema.Init(path), train=dataclasses.replace(run.train, freeze=""))
-    definition, placement = placed(run)
-    wanted = {n: a for n, a in abstract_tensors(abstract_of(definition, placement)).items() if n.startswith(PREFIX)}
+    definition, placement = place_model(run)
+    wanted = {n: a for n, a in abstract_tensors(abstract_state(definition, placement)).items() if n.startswith(PREFIX)}
     base_tensors = {name: a for name, a in wanted.items() if not is_adapter(name)}
     new_adapters = {name: a for name, a in wanted.items() if is_adapter(name) and name not in adapters}
     if new_adapters:
@@ -521,5 +525,5 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         "text": text.record(),
         "positions": source.positions,
     }
-    save(out, to_dict(run), tensors, more)
+    write_run_folder(out, to_dict(run), tensors, more)
     return run, notes

@@ -20,7 +20,7 @@ from jaxtrain.models.hugging_face import HuggingFaceError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # of PEFT
-OF_TRAINING = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")  # files without weights
+TRAINING_FILES = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")  # files without weights
 # Ends of the names of files with weights, of any program.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 LFS = b"version https://git-lfs"  # the first bytes of a file that stands for one in Git LFS
@@ -32,7 +32,7 @@ DTYPES = {"F8_E4M3": FP8, "U8": MXFP4, "BF16": BF16, "F16": np.dtype("float16"),
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file.
 
     Attributes:
@@ -47,17 +47,17 @@ class Stored:
     offset: int
     dtype: np.dtype[Any]
     dims: tuple[int, ...]
-    scale: "Stored | None" = None
+    scale: "StoredTensor | None" = None
     unread: str = ""
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """Return the dtype of the tensor after `Folder.read`."""
+        """Return the dtype of the tensor after `HfFolder.read`."""
         return BF16 if self.scale else self.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the tensor after `Folder.read`. The dimensions of a tensor in MXFP4 are in hf/mxfp4.py."""
+        """Return the shape of the tensor after `HfFolder.read`. The dimensions of a tensor in MXFP4 are in hf/mxfp4.py."""
         if not self.scale or self.dtype != MXFP4:
             return self.dims
         experts, outputs, count, _ = self.dims
@@ -65,7 +65,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the tensor after `Folder.read`."""
+        """Return the size of the tensor after `HfFolder.read`."""
         return math.prod(self.shape) * self.holds.itemsize
 
     @property
@@ -93,14 +93,14 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
     """
     weight_map = {}
     if os.path.lexists(path / INDEX):
-        weight_map = read_object(path / INDEX).get("weight_map")
+        weight_map = read_json_object(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
             raise HuggingFaceError(f"{path / INDEX}: weight_map is no object with the file of each tensor. Fetch it again.")
     if os.path.lexists(path / SINGLE):
         files, weight_map = [SINGLE], weight_map if set(weight_map.values()) == {SINGLE} else {}
     else:
         files = sorted(set(weight_map.values()))
-    present = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS) and p.name not in OF_TRAINING)
+    present = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS) and p.name not in TRAINING_FILES)
     other_files = [name for name in present if name not in files]
     if not files:
         fix = "Name a model's folder."
@@ -115,14 +115,14 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
     return files, weight_map, unused + other_files
 
 
-def list_tensors(path: Path) -> dict[str, Stored]:
+def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder's safetensors files by name. Raises HuggingFaceError for a damaged file or wrong index."""
     files, weight_map, _ = weight_files(path)
-    out: dict[str, Stored] = {}
+    out: dict[str, StoredTensor] = {}
     for file in files:
         tensors = list_file(path / file)
         for name in sorted(tensors.keys() & out.keys()):
-            if not same(out[name].read(name), tensors[name].read(name)):
+            if not same_bits(out[name].read(name), tensors[name].read(name)):
                 rule = f"{name} is another tensor in {out[name].file.name} than in {file}"
                 raise HuggingFaceError(f"{path}: {rule}. Fetch both again.")
         out |= {name: stored for name, stored in tensors.items() if name not in out or weight_map.get(name) == file}
@@ -132,7 +132,7 @@ def list_tensors(path: Path) -> dict[str, Stored]:
     return out
 
 
-def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors, each in FP8 or MXFP4 joined with its scales.
 
     Raises HuggingFaceError for a dtype that is not read, for FP8 without scales, and for scales that do not fit.
@@ -162,7 +162,7 @@ def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return out
 
 
-def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+def apply_scales(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """Return a matrix in bfloat16, each block multiplied by its scale in float32 and rounded once.
 
     Raises HuggingFaceError unless there is one scale for each block.
@@ -176,13 +176,13 @@ def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarr
     return (x.astype(np.float32) * scale.astype(np.float32)[rows][:, columns]).astype(BF16)
 
 
-def same(first: np.ndarray, second: np.ndarray) -> bool:
+def same_bits(first: np.ndarray, second: np.ndarray) -> bool:
     """Return whether two arrays have the same dtype, shape and bits."""
     bits = [x.reshape(-1).view(np.uint8) for x in (first, second)]
     return (first.dtype, first.shape) == (second.dtype, second.shape) and np.array_equal(bits[0], bits[1])
 
 
-def list_file(file: Path) -> dict[str, Stored]:
+def list_file(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name. Raises HuggingFaceError if the file is damaged.
 
     The file begins with the length of its header (eight bytes) and the header (JSON). The data follows.
@@ -208,11 +208,11 @@ def list_file(file: Path) -> dict[str, Stored]:
         kind, (begin, end) = entry["dtype"], entry["data_offsets"]
         readable = kind in DTYPES
         dtype, dims = (DTYPES[kind], tuple(entry["shape"])) if readable else (np.dtype("uint8"), (end - begin,))
-        out[name] = Stored(file, start + begin, dtype, dims, unread="" if readable else kind)
+        out[name] = StoredTensor(file, start + begin, dtype, dims, unread="" if readable else kind)
     return out
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the contents of a file that holds a JSON object. Raises HuggingFaceError if it cannot be read or is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_reject_number)

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config.shapes import MTP
 from jaxtrain.hf import lora
 from jaxtrain.hf.importing import Origin, open_origin
-from jaxtrain.hf.model import placed, read_params
+from jaxtrain.hf.model import place_model, read_params
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -54,7 +54,7 @@ def open_weights(
         # Adapters are trained without the base's modules of multi-token prediction.
         stored = {name: a for name, a in _parameters(base_origin).items() if not name.startswith(f"{PREFIX}{MTP}.")}
     except (CheckpointError, HuggingFaceError) as error:
-        raise lora.gone(base_path, error) from error
+        raise lora.missing_base_error(base_path, error) from error
     base_origin.announce(say)
     as_float32 = as_float32 or any(a.dtype != jnp.bfloat16 for a in stored.values())
     return stored, _merged_reader(source, base, as_float32)
@@ -89,7 +89,7 @@ def _merged_reader(source: Origin, base: str, as_float32: bool) -> Read:
     run = source.run()
 
     run_to_read = dataclasses.replace(run, precision="f32") if as_float32 else run
-    definition, placement = placed(run_to_read)
+    definition, placement = place_model(run_to_read)
 
     @functools.cache
     def arrays_by_name() -> dict[str, tuple[Any, Any]]:
@@ -114,7 +114,7 @@ def _merged_reader(source: Origin, base: str, as_float32: bool) -> Read:
         for name in wanted:
             names = [name, *(adapter_of(name, half) for half in (A, B))]
             tensors = {each: x for each in names if (x := value(each)) is not None}
-            for _, x in lora.merged(tensors, run.lora.scale):
+            for _, x in lora.merge_adapters(tensors, run.lora.scale):
                 yield name, np.asarray(x)
 
     return read

@@ -128,7 +128,7 @@ def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | No
     readings = measure(devices, Sizes(), lambda what: console.print(f"measuring {what}"))
     rows = [kernels.make_row(reading, gpu) for reading in readings]
     tables.print_table(kernels.make_table(f"{len(devices)} x {kind}", rows), console)
-    file = rates.save(to_rates(readings, gpu, kind, datetime.date.today()), gpu.name, folder)
+    file = rates.save_calibration(to_rates(readings, gpu, kind, datetime.date.today()), gpu.name, folder)
     console.print(f"stored as {file}: plans for {gpu.name} use it from now on")
     return file
 

@@ -18,7 +18,7 @@ import jax
 
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.cudnn_library import Library
+from jaxtrain.plan.cudnn_library import CudnnLibrary
 from jaxtrain.plan.program import assignment, hlo
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import compiler
@@ -41,7 +41,7 @@ echo > "$2"
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """A train step that is compiled for a topology, with everything that a plan reads from it."""
 
     program: Program  # its run has the policy that remat.policy=auto chose
@@ -73,7 +73,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @no_garbage_collection()
-def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = None) -> Compiled:
+def compile_step(run: RunConfig, topology: Topology, cudnn: CudnnLibrary | None = None) -> CompiledStep:
     """Compile the train step of a run as training on this topology would, except for the options NO_TUNING.
 
     With remat.policy=auto, compile again with fewer saved activations until the step fits or saves only layer inputs.
@@ -105,9 +105,9 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
             text = executable.as_text()
             if text is None:
                 raise RuntimeError("this jaxlib gives no text of a compiled GPU program")
-            module, buffers = hlo.parse(text), _newest_dump(folder)
+            module, buffers = hlo.parse_hlo(text), _newest_dump(folder)
             workspace = assignment.read_workspace(module, chosen.options)
-            return text, module, buffers, workspace, assignment.read(buffers, workspace.missing)
+            return text, module, buffers, workspace, assignment.read_assignment(buffers, workspace.unassigned)
 
         def allocated_gib(executable: Any) -> float:
             return parse_executable(executable)[-1].allocated / 2**30
@@ -115,7 +115,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
         program, executable = compile_to_fit(program, chosen.options, card.usable_gib, extra=extra, taken=allocated_gib)
         parsed = parse_executable(executable)
     seconds = time.perf_counter() - began
-    return Compiled(program, run.remat.policy == "auto", executable, *parsed, chosen, card, seconds)
+    return CompiledStep(program, run.remat.policy == "auto", executable, *parsed, chosen, card, seconds)
 
 
 def _make_stub_toolkit(folder: Path) -> dict[str, str | bool]:
@@ -123,7 +123,7 @@ def _make_stub_toolkit(folder: Path) -> dict[str, str | bool]:
 
     Where the file system of `folder` runs no programs, XLA finds the toolkit's own ptxas instead.
     """
-    toolkit = machines.toolkit()
+    toolkit = machines.cuda_toolkit()
     (folder / "bin").mkdir(parents=True)
     (folder / "nvvm").symlink_to(toolkit / "nvvm")
     ptxas = folder / "bin" / "ptxas"

@@ -24,7 +24,7 @@ HOUR, DAY = 3600.0, 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CostOptions:
     """What the command line says of a run. None: the default, or of the price: no money is counted.
 
     Attributes:
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class RunEstimate:
     """A run at one end of the range of its step time."""
 
     step_s: float
@@ -57,7 +57,7 @@ class Cost:
     tokens: int
     steps: int
     gpus: int
-    ends: tuple[End, ...]
+    ends: tuple[RunEstimate, ...]
     checkpoint_bytes: int
     restart_s: float
     between_failures_s: float
@@ -71,21 +71,21 @@ class Cost:
     assumptions: tuple[tuple[str, str, str], ...]  # what, value, source
 
 
-def young(save_s: float, between_s: float) -> float:
+def young_interval(save_s: float, between_s: float) -> float:
     """Return sqrt(2 d M), the best time between saves that take d, with failures M apart (Young 1974, CACM 17(9), 530)."""
     return math.sqrt(2 * save_s * between_s)
 
 
-def daly(save_s: float, between_s: float) -> float:
+def daly_interval(save_s: float, between_s: float) -> float:
     """Return the best time between saves to higher order (Daly 2006, Future Generation Computer Systems 22, 303).
 
     sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M.
     """
     ratio = save_s / (2 * between_s)
-    return young(save_s, between_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s if ratio < 1 else between_s
+    return young_interval(save_s, between_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s if ratio < 1 else between_s
 
 
-def wall(solve_s: float, interval_s: float, save_s: float, restart_s: float, between_s: float) -> float:
+def wall_time(solve_s: float, interval_s: float, save_s: float, restart_s: float, between_s: float) -> float:
     """Return the expected time of a run, M exp(R / M) (exp((t + d) / M) - 1) T / t (Daly 2006)."""
     m = between_s
     try:
@@ -94,7 +94,7 @@ def wall(solve_s: float, interval_s: float, save_s: float, restart_s: float, bet
         return math.inf
 
 
-def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: int, options: Asked) -> Cost:
+def estimate_cost(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: int, options: CostOptions) -> Cost:
     """Return the whole run of a plan. Raises ConfigError if failures follow so fast that it has no end."""
     gpus, ramp = topology.total, run.ramp
     steps = ramp.steps_for(fractions.Fraction(options.tokens * ramp.full, plan.tokens_per_step))
@@ -112,17 +112,17 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         enough = f"{2 * storage * lost_s / between_s:.2g}"  # a write is most of what a failure costs, or no rate is enough
         raise ConfigError([Problem("--storage-gb-s", storage, rule, f"Set {enough} or more, or fewer GPUs.")])
     step_s = [ms / 1e3 for ms in plan.time.expected_step_ms or (plan.time.step_ms,)]
-    best_s = daly(copy_s, between_s)
+    best_s = daly_interval(copy_s, between_s)
     every = min(steps, max(1, math.ceil(write_s / step_s[0]), round(best_s / step_s[0])))
 
-    def estimate_end(step_s: float, every: int) -> End:
+    def estimate_end(step_s: float, every: int) -> RunEstimate:
         interval_s, solve_s = min(every, steps) * step_s, full_steps * step_s
         save_s = copy_s + max(0.0, write_s - interval_s)
-        all_s = wall(solve_s, interval_s, save_s, lost_s, between_s)
+        all_s = wall_time(solve_s, interval_s, save_s, lost_s, between_s)
         saves_s, gpu_hours = solve_s / interval_s * save_s, all_s / HOUR * gpus
         money = gpu_hours * options.price if options.price else None
         failed_s = all_s - solve_s - saves_s
-        return End(step_s, all_s / DAY, gpu_hours, money, all_s / between_s, failed_s, saves_s)
+        return RunEstimate(step_s, all_s / DAY, gpu_hours, money, all_s / between_s, failed_s, saves_s)
 
     config_estimate = estimate_end(step_s[0], run.checkpoint.every_steps or steps)
     kind = f"the expected range, by published runs ({plan.kind})" if plan.time.expected_step_ms else "roofline: a lower bound"
@@ -154,7 +154,7 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         checkpoint_bytes=checkpoint_bytes,
         restart_s=restart_s,
         between_failures_s=between_s,
-        young_s=young(copy_s, between_s),
+        young_s=young_interval(copy_s, between_s),
         daly_s=best_s,
         write_s=write_s,
         every_steps=every,

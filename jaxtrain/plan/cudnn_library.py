@@ -61,7 +61,7 @@ class LibraryError(RuntimeError):
     """cuDNN cannot be loaded. The message has the reason and a fix."""
 
 
-class Library:
+class CudnnLibrary:
     """cuDNN, loaded into this process. `name` is its name in reports, such as "cudnn 9.23.2"."""
 
     def __init__(self, runtime: ctypes.CDLL):
@@ -74,7 +74,7 @@ class Library:
         return COMPILE
 
 
-def load() -> Library:
+def load_cudnn() -> CudnnLibrary:
     """Load cuDNN. Call this function before JAX is imported, in a process that uses no GPU.
 
     Raises LibraryError if JAX is imported already, a package or a C compiler is missing, cuDNN is not VERSION, or a library
@@ -95,7 +95,7 @@ def load() -> Library:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise LibraryError(f"it cannot be loaded: {reason}") from error
-    return Library(runtime)
+    return CudnnLibrary(runtime)
 
 
 def _library_path(package: str, file: str) -> Path:

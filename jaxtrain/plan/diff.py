@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import ConfigError, Problem
-from jaxtrain.plan.program.roofline import label
+from jaxtrain.plan.program.roofline import op_label
 from jaxtrain.plan.result import FORMAT, Plan, from_json
 
 SMALL = 0.001  # of the step time, and of the allocated memory: smaller differences of TIMES and SIZES are only counted
@@ -23,7 +23,7 @@ TIMES, SIZES = ("collective", "kernel"), ("memory class", "array")  # rows of th
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class RowKey:
     """What a row is. A property that it does not have is ""."""
 
     what: str  # one of TIMES or SIZES, or the kind of a setting: mesh, override, compiler option, version
@@ -53,16 +53,16 @@ NONE = Amount(count=0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class DiffRow:
     """A difference. `before` or `after` is None if that plan has no such part."""
 
-    key: Key
+    key: RowKey
     change: str  # came | went | grew | shrank | changed
     before: Amount | None
     after: Amount | None
     source: str  # file:line,line of the lines whose amounts differ
 
-    def more(self, field: str) -> float:
+    def increase(self, field: str) -> float:
         """Return by how much a field of Amount is larger in the second plan."""
         return getattr(self.after or NONE, field) - getattr(self.before or NONE, field)
 
@@ -72,8 +72,8 @@ class Diff:
     """The differences between two plans."""
 
     figures: dict[str, tuple[float, float]]  # name -> values of both plans, 0 if it has none; also of those that are equal
-    rows: tuple[Row, ...]  # largest first: by ms of the step, ms on the link, bytes; then settings
-    smaller: tuple[Row, ...]  # those below SMALL
+    rows: tuple[DiffRow, ...]  # largest first: by ms of the step, ms on the link, bytes; then settings
+    smaller: tuple[DiffRow, ...]  # those below SMALL
 
     @property
     def same(self) -> bool:
@@ -88,14 +88,14 @@ def diff(old_plan: Plan, new_plan: Plan) -> Diff:
     """Return what changed from plan `old_plan` to plan `new_plan`."""
     before, after = _amounts(old_plan), _amounts(new_plan)
     rows = [row for key in dict.fromkeys([*before, *after]) if (row := _row(key, before.get(key, {}), after.get(key, {})))]
-    rows.sort(key=lambda row: tuple(-abs(row.more(field)) for field in ("ms", "link_ms", "bytes")))
+    rows.sort(key=lambda row: tuple(-abs(row.increase(field)) for field in ("ms", "link_ms", "bytes")))
     least_ms = SMALL * max(old_plan.time.step_ms, new_plan.time.step_ms)
     least_bytes = SMALL * max(old_plan.memory.taken_gib, new_plan.memory.taken_gib) * GIB
 
-    def is_small(row: Row) -> bool:
+    def is_small(row: DiffRow) -> bool:
         if row.key.what in TIMES:
-            return max(abs(row.more("ms")), abs(row.more("link_ms"))) < least_ms
-        return row.key.what in SIZES and abs(row.more("bytes")) < least_bytes
+            return max(abs(row.increase("ms")), abs(row.increase("link_ms"))) < least_ms
+        return row.key.what in SIZES and abs(row.increase("bytes")) < least_bytes
 
     figures = {name: (value, _figures(new_plan)[name]) for name, value in _figures(old_plan).items()}
     return Diff(figures, tuple(r for r in rows if not is_small(r)), tuple(r for r in rows if is_small(r)))
@@ -111,9 +111,9 @@ def _figures(plan: Plan) -> dict[str, float]:
     return figures | {"allocated GiB": m.taken_gib, "peak GiB": m.peak_gib, "usable GiB": m.usable_gib, "host GiB": m.host_gib}
 
 
-def _amounts(plan: Plan) -> dict[Key, dict[str, Amount]]:
+def _amounts(plan: Plan) -> dict[RowKey, dict[str, Amount]]:
     """Return the parts of a plan: key -> line -> sum of the parts on this line."""
-    out: dict[Key, dict[str, Amount]] = {}
+    out: dict[RowKey, dict[str, Amount]] = {}
     for key, source, amount in (*_setting_amounts(plan), *_step_amounts(plan)):
         file, _, line = source.rpartition(":")
         lines = out.setdefault(dataclasses.replace(key, file=file), {})
@@ -121,7 +121,7 @@ def _amounts(plan: Plan) -> dict[Key, dict[str, Amount]]:
     return out
 
 
-def _setting_amounts(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
+def _setting_amounts(plan: Plan) -> Iterator[tuple[RowKey, str, Amount]]:
     """Yield everything that a plan follows from, its verdict, and its warnings."""
     plan_facts = {"verdict": "fits" if plan.fits else "does not fit", "config": plan.config, "topology": plan.topology}
     plan_facts |= {"chip": plan.chip, "attention": plan.attention, "remat": plan.kept, "comparable runs": plan.kind}
@@ -129,27 +129,27 @@ def _setting_amounts(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     overrides = {key: value for key, _, value in (o.partition("=") for o in plan.overrides)}
     groups = {"plan": plan_facts, "override": overrides, "compiler option": plan.options, "version": plan.versions}
     for kind, values in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():
-        yield from ((Key(kind, name), "", Amount(str(value))) for name, value in values.items() if value != "")
-    yield from ((Key("mesh", axis), "", Amount(str(n), n)) for axis, n in plan.mesh.items() if n > 1)
+        yield from ((RowKey(kind, name), "", Amount(str(value))) for name, value in values.items() if value != "")
+    yield from ((RowKey("mesh", axis), "", Amount(str(n), n)) for axis, n in plan.mesh.items() if n > 1)
     for text in (re.sub(r"(\.py):\d+", r"\1", warning) for warning in plan.warnings):
-        yield Key("plan", "warning", scope=re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)
+        yield RowKey("plan", "warning", scope=re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)
 
 
-def _step_amounts(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
+def _step_amounts(plan: Plan) -> Iterator[tuple[RowKey, str, Amount]]:
     """Yield the collectives, kernels and arrays of a step with their sources, and the classes of memory."""
     for c in plan.collectives:
-        key = Key("collective", c.kind, c.dtype, c.axis, _scope(c.op_name, c.instruction))
+        key = RowKey("collective", c.kind, c.dtype, c.axis, _scope(c.op_name, c.instruction))
         yield key, c.source, Amount("", c.count, c.exposed_ms, c.ms, c.wire_gib * GIB)
     for k in plan.kernels:
         if k.kind != "communication":  # the collectives above
-            yield Key("kernel", k.kind, scope=k.op_name), k.source, Amount("", k.count, k.ms, bytes=k.gb * 1e9)
+            yield RowKey("kernel", k.kind, scope=k.op_name), k.source, Amount("", k.count, k.ms, bytes=k.gb * 1e9)
     for b in plan.memory.largest:
-        key = Key("array", b.kind, b.shape.partition("[")[0], scope=_scope(b.op_name, b.instruction))
+        key = RowKey("array", b.kind, b.shape.partition("[")[0], scope=_scope(b.op_name, b.instruction))
         yield key, b.source, Amount(b.shape, bytes=b.gib * GIB)
     memory = plan.memory
     classes = {name: gib for name, gib in memory.by_class.items() if name != "temporaries" or not memory.temporaries}
     for name, gib in (classes | {f"temporaries: {part}": gib for part, gib in memory.temporaries.items()}).items():
-        yield Key("memory class", name), "", Amount(bytes=gib * GIB)
+        yield RowKey("memory class", name), "", Amount(bytes=gib * GIB)
 
 
 def _scope(op_name: str, instruction: str) -> str:
@@ -160,11 +160,11 @@ def _scope(op_name: str, instruction: str) -> str:
     if op_name.startswith(("state.", "batch[")):
         return op_name
     prefix, combined, inside = op_name.partition("/(")
-    names = {label(f"{prefix}/{path}") for path in inside[:-1].split(":")} if combined else {label(op_name)}
+    names = {op_label(f"{prefix}/{path}") for path in inside[:-1].split(":")} if combined else {op_label(op_name)}
     return "; ".join(sorted(names)) or re.sub(r"[.\d]+$", "", instruction)
 
 
-def _row(key: Key, before: Mapping[str, Amount], after: Mapping[str, Amount]) -> Row | None:
+def _row(key: RowKey, before: Mapping[str, Amount], after: Mapping[str, Amount]) -> DiffRow | None:
     """Return the difference of one key; None if its sums are equal. before, after: line -> amount."""
     x, y = sum(before.values(), NONE), sum(after.values(), NONE)
     differing = [
@@ -175,7 +175,7 @@ def _row(key: Key, before: Mapping[str, Amount], after: Mapping[str, Amount]) ->
     change = "changed" if not differing else "grew" if getattr(y, differing[0]) > getattr(x, differing[0]) else "shrank"
     change = change if before and after else "came" if after else "went"
     lines = sorted(_changed_lines(before, after) or _changed_lines(after, before), key=lambda line: int(line or 0))
-    return Row(key, change, x if before else None, y if after else None, f"{key.file}:{','.join(lines)}".strip(":"))
+    return DiffRow(key, change, x if before else None, y if after else None, f"{key.file}:{','.join(lines)}".strip(":"))
 
 
 def _changed_lines(before: Mapping[str, Amount], after: Mapping[str, Amount]) -> list[str]:
@@ -185,7 +185,7 @@ def _changed_lines(before: Mapping[str, Amount], after: Mapping[str, Amount]) ->
     return [line for line, amount in after.items() if counts[amount] < 0]
 
 
-def read(name: str, path: str) -> Plan:
+def read_plan_file(name: str, path: str) -> Plan:
     """Return the plan in a file of `plan --json`. Raises ConfigError for any other file. name: the argument that names it."""
     tree = None
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.config import hardware
 from jaxtrain.config.commands import to_run_sh
 from jaxtrain.plan.program import collectives, hlo, roofline
-from jaxtrain.plan.rates import PUBLISHED, expected_ms, kind, rates_for
+from jaxtrain.plan.rates import PUBLISHED, expected_ms, rates_for, run_kind
 from jaxtrain.step.auto_remat import expert_fill
 from jaxtrain.step.memory import taken_gib
 from jaxtrain.step.program import Program
@@ -55,11 +55,11 @@ def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: 
     """
     run = program.run
     rates = rates_for(gpu, run.precision)
-    module = hlo.parse(executable.as_text())
-    collective_ops = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
+    module = hlo.parse_hlo(executable.as_text())
+    collective_ops = collectives.read_collectives(module, dict(program.placement.mesh.shape), gpus_per_node)
     filled = expert_fill(run.model, run.moe, program.placement.size(program.placement.compute_axes("experts")))
     timing = roofline.predict(module, rates, collective_ops, filled=filled)
-    range_ms = expected_ms(timing.step_ms, kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
+    range_ms = expected_ms(timing.step_ms, run_kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
     range_s = (range_ms[0] / 1e3, range_ms[1] / 1e3) if range_ms else None
     return Expected(timing.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
 
@@ -71,16 +71,16 @@ class Watch:
         self.expected = expected
         self.steps: list[float] = []
         self.peak_gib: float | None = None
-        self.seen = 0
+        self.num_lines = 0
 
     def note(self, step_s: float | None, peak_gib: float | None) -> list[str]:
         """Add the step time and peak memory of a line of metrics. Return warnings if the run differs from the plan; else [].
 
         The comparison is made once, when ENOUGH step times follow the first FIRST lines of metrics.
         """
-        self.seen += 1
+        self.num_lines += 1
         self.peak_gib = peak_gib
-        if step_s is None or self.seen <= FIRST:
+        if step_s is None or self.num_lines <= FIRST:
             return []
         self.steps.append(step_s)
         if len(self.steps) != ENOUGH:

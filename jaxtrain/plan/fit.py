@@ -27,13 +27,14 @@ from jaxtrain.step.validate import validate_step
 
 Check = Callable[[RunConfig], Sequence[Problem]]
 
-# The memory of a step beyond `Least.gib`, roughly, over that of its saved activations: only the order of layouts depends on it.
+# The memory of a step beyond `LeastMemory.gib`, roughly, over that of its saved activations: only the order of layouts
+# depends on it.
 BESIDE_SAVED = 1.25
 BITS = "uint8"  # the dtype of weights in fewer bits
 
 
 @dataclasses.dataclass(frozen=True)
-class Least:
+class LeastMemory:
     """The least memory of a run on each GPU, and the work that the rest of the memory makes it repeat.
 
     Attributes:
@@ -57,7 +58,7 @@ class Least:
     repeated: float
 
 
-def least(run: RunConfig, topology: Topology) -> Least:
+def least_memory(run: RunConfig, topology: Topology) -> LeastMemory:
     """Return the least memory of a run on a machine. Raises ConfigError if training refuses the run (see `build_program`)."""
     program = build_program(run, machines.devices(topology))
     params, zero = program.state.params, program.zero
@@ -91,7 +92,7 @@ def least(run: RunConfig, topology: Topology) -> Least:
     while_used = in_use + inputs
     total = state + (gradients + while_used if run.train.grad_accum > 1 else max(gradients, while_used))
     spare = topology.usable_gib(run.train.memory_fraction) * 2**30 - total
-    return Least(
+    return LeastMemory(
         *(n / 2**30 for n in (state, gradients, in_use, inputs, total)), repeated=_repeated_work(program, saved, spare)
     )
 
@@ -115,7 +116,7 @@ def _params_with_axes(params: Params, axes: Params) -> Iterator[tuple[jax.ShapeD
 
 
 def _repeated_work(program: Program, saved: auto_remat.Activations, spare: float) -> float:
-    """Return `Least.repeated` of a program with `spare` bytes for further activations."""
+    """Return `LeastMemory.repeated` of a program with `spare` bytes for further activations."""
     run, bubble = program.run, schedule_of(program.layout).bubble
     if run.model.outside:  # it names its own activations
         return 1 / (1 - bubble) - 1

@@ -8,10 +8,10 @@ from jaxtrain.config import installed
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.models.attention import kind_shares
-from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
+from jaxtrain.plan.compile import CompiledStep, compile_step, no_garbage_collection
 from jaxtrain.plan.program import buffers, collectives, hlo, pipeline_moe, roofline, warnings
-from jaxtrain.plan.rates import expected_ms, kind, rates_for
-from jaxtrain.plan.result import Flops, Plan, Rates, Time
+from jaxtrain.plan.rates import expected_ms, rates_for, run_kind
+from jaxtrain.plan.result import Plan, Rates, StepFlops, Time
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import auto_remat
 from jaxtrain.step.model_flops import model_flops
@@ -44,7 +44,7 @@ def make_plan(
 
 @no_garbage_collection()
 def read_plan(
-    compiled: Compiled,
+    compiled: CompiledStep,
     topology: Topology,
     *,
     rates: Rates | None = None,
@@ -62,8 +62,8 @@ def read_plan(
     module = dataclasses.replace(compiled.module, further_rounds=rounds - 1, kind_shares=kind_shares(run.model))
     mesh = dict(program.placement.mesh.shape)
 
-    memory = buffers.memory(compiled.assigned, program, module, compiled.card, compiled.workspace)
-    collective_ops = collectives.read(module, mesh, topology.gpus)
+    memory = buffers.step_memory(compiled.assigned, program, module, compiled.card, compiled.workspace)
+    collective_ops = collectives.read_collectives(module, mesh, topology.gpus)
     filled = auto_remat.expert_fill(run.model, run.moe, ranks, experts_load)
     timing = roofline.predict(module, rates, collective_ops, filled=filled)
     step_collectives = tuple(sorted((c for c in timing.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
@@ -99,17 +99,17 @@ def read_plan(
         options=compiled.chosen.options,
         kept=remat_words,
         matmuls=matmuls,
-        pipeline=pipeline_moe.pipeline(program.layout, step_collectives, memory),
-        experts=pipeline_moe.experts(program, step_collectives, experts_load),
-        kind=kind(run, topology.gpu, topology.total, program.kernel.name),
+        pipeline=pipeline_moe.pipeline_figures(program.layout, step_collectives, memory),
+        experts=pipeline_moe.expert_figures(program, step_collectives, experts_load),
+        kind=run_kind(run, topology.gpu, topology.total, program.kernel.name),
     )
 
 
-def _flops(program: Program, topology: Topology, timing: roofline.Roofline) -> Flops:
+def _flops(program: Program, topology: Topology, timing: roofline.Roofline) -> StepFlops:
     analytic = model_flops(program.run)
     per_token = analytic.training
     by_rank = program.context.size > 1 and analytic.by_formula
-    return Flops(
+    return StepFlops(
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
         hardware_per_step=timing.flops,
@@ -131,7 +131,7 @@ def _time(program: Program, topology: Topology, tokens: int, timing: roofline.Ro
     peak_flops = topology.gpu.peak(run.compute) * 1e12 * step_s
     gpu_tokens = tokens / topology.total
     mfu = per_token.causal * gpu_tokens / peak_flops
-    expected = expected_ms(timing.step_ms, kind(run, topology.gpu, topology.total, program.kernel.name), rates)
+    expected = expected_ms(timing.step_ms, run_kind(run, topology.gpu, topology.total, program.kernel.name), rates)
     return Time(
         gemm_ms=timing.gemm_ms,
         attention_ms=timing.attention_ms,
@@ -154,7 +154,7 @@ def _time(program: Program, topology: Topology, tokens: int, timing: roofline.Ro
 
 
 def _name(i: hlo.Instruction) -> str:
-    return roofline.label(i.op_name) or i.name
+    return roofline.op_label(i.op_name) or i.name
 
 
 def _trip_counts(module: hlo.Module) -> dict[str, int]:

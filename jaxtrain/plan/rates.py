@@ -100,7 +100,7 @@ LONGEST = 8192
 SIZES = {"bf16": (8, 256), "fp8": (8, 64)}
 
 
-def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
+def run_kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     """Return the kind of published runs that are comparable with a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
     A comparable run trains all weights of a dense model of jaxtrain's families with AdamW over data and fsdp axes. Its
@@ -121,8 +121,8 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     return f"{run.precision} dense" if comparable and dense and all_weights and on_device and data_parallel else ""
 
 
-def compared() -> dict[str, dict[str, Any]]:
-    """Return what COMPARED has under "ranges" and "compilers", each by kind of run (`kind`)."""
+def published_ranges() -> dict[str, dict[str, Any]]:
+    """Return what COMPARED has under "ranges" and "compilers", each by kind of run (`run_kind`)."""
     return json.loads(COMPARED.read_text(encoding="utf-8"))
 
 
@@ -133,13 +133,13 @@ def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, 
 
     Args:
         step_ms: step time of the roofline.
-        kind: result of `kind`.
+        kind: result of `run_kind`.
     """
-    ratios = compared()["ranges"].get(kind) if rates.source == PUBLISHED else None
+    ratios = published_ranges()["ranges"].get(kind) if rates.source == PUBLISHED else None
     return (step_ms / ratios[1], step_ms / ratios[0]) if ratios else None
 
 
-def over_length(keys: int, backward: bool) -> float:
+def length_factor(keys: int, backward: bool) -> float:
     """Return attention's rate with `keys` keys over its rate with ATTENTION_AT keys, interpolated in log keys (CUDNN_H100)."""
     table = {length: each[backward] for length, each in CUDNN_H100.items()}
     rate = float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in table], list(table.values())))
@@ -183,7 +183,7 @@ def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
     )
 
 
-def fraction(curve: result.Curve, size: float) -> float:
+def rate_fraction(curve: result.Curve, size: float) -> float:
     """Return the fraction of the full rate at `size` bytes: linear between the curve's entries, in log size and log fraction.
 
     A size below the first entry takes the first entry's time, so its fraction is proportional to the size. A size above the
@@ -199,22 +199,22 @@ def fraction(curve: result.Curve, size: float) -> float:
     return below * (above / below) ** (math.log(size / low) / math.log(high / low))
 
 
-def path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
+def calibration_path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
     """Return the path of a GPU's calibration file."""
     return Path(folder).expanduser() / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu_name).strip('_')}.json"
 
 
-def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Path:
+def save_calibration(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Path:
     """Write a calibration and return its file. An interrupted write leaves the older file intact."""
-    file = path(gpu_name, folder)
+    file = calibration_path(gpu_name, folder)
     text = json.dumps({"format": FORMAT, "gpu": gpu_name, "rates": dataclasses.asdict(rates)}, indent=1)
     write_atomic(file, text + "\n")
     return file
 
 
-def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
+def load_calibration(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
     """Return the calibration of a GPU; None without a file. Raises ValueError for a damaged file or one of another GPU."""
-    file = path(gpu_name, folder)
+    file = calibration_path(gpu_name, folder)
     if not file.exists():
         return None
     try:
@@ -223,7 +223,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
             raise ValueError(f"it is not of format {FORMAT}")
         if tree["gpu"] != gpu_name:
             raise ValueError(f"it holds rates of {tree['gpu']!r}")
-        rates = result.decoded(result.Rates, tree["rates"])
+        rates = result.decode_json(result.Rates, tree["rates"])
         for name, value in dataclasses.asdict(rates).items():
             if name.endswith("_curve"):
                 _check_curve(name, value)
@@ -248,10 +248,11 @@ def rates_for(gpu: hardware.Gpu, precision: str, folder: Path | str = FOLDER) ->
     """Return this GPU's calibrated rates; without a calibration, the rates of `datasheet`.
 
     A calibration has no rates of float32 matmuls and attention, and may have no rate of FP8 matmuls. If `precision` needs these
-    rates, they come from `datasheet`, and `source` names both sources. Raises ValueError as `datasheet` and `load` do.
+    rates, they come from `datasheet`, and `source` names both sources. Raises ValueError as `datasheet` and
+    `load_calibration` do.
     """
     sheet = datasheet(gpu, precision)
-    measured = load(gpu.name, folder)
+    measured = load_calibration(gpu.name, folder)
     if measured is None:
         return sheet
     if precision == "bf16" or (precision == "fp8" and measured.fp8_tflops):

@@ -28,7 +28,7 @@ class Rates:
     network_latency_us: float  # of a hop between nodes, and through the next node
     source: str  # "published kernel rates" or "calibrated on NVIDIA H200, 2026-11-21"
     fp8_tflops: float = 0.0  # matmuls in 8-bit floating point; 0 if the GPU has none or they were not measured
-    collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.fraction)
+    collective_curve: Curve = ANY_SIZE  # of nvlink_gb_s, by the bytes of the message (see rates.rate_fraction)
     network_curve: Curve = ANY_SIZE  # of network_gb_s, by the bytes that each GPU sends to another node
 
 
@@ -104,7 +104,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flops:
+class StepFlops:
     """FLOPs per token by formula, and per step in the compiled program."""
 
     per_token_causal: float
@@ -160,7 +160,7 @@ class Matmuls:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PipelineFigures:
     """The pipeline over mesh.stage. Bytes and times are those of each GPU in a step."""
 
     schedule: str
@@ -197,7 +197,7 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelSummary:
     """The kernels of one kind, scope and source line, summed over a step."""
 
     kind: str  # gemm | attention | memory | communication | host
@@ -221,10 +221,10 @@ class Plan:
     attention: str
     fits: bool
     memory: Memory
-    flops: Flops
+    flops: StepFlops
     collectives: tuple[Collective, ...]
     time: Time
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelSummary, ...]
     rates: Rates
     tokens_per_step: int
     compile_s: float
@@ -234,9 +234,9 @@ class Plan:
     options: dict[str, str | bool]  # compiler options that training would use
     kept: str = ""  # saved activations that remat.policy=auto chose
     matmuls: Matmuls | None = None  # under precision=fp8
-    pipeline: Pipeline | None = None  # with mesh.stage
+    pipeline: PipelineFigures | None = None  # with mesh.stage
     experts: Experts | None = None  # with model.num_experts
-    kind: str = ""  # kind of comparable published runs (rates.kind)
+    kind: str = ""  # kind of comparable published runs (rates.run_kind)
     # Loops of unknown trip count and branches, for which the host waits for the GPU: op_name -> waits per step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
@@ -254,22 +254,22 @@ def from_json(tree: dict[str, Any]) -> Plan:
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
     memory = {name: value for name, value in tree["memory"].items() if name != "taken_gib"}
-    return decoded(Plan, {name: value for name, value in tree.items() if name != "run"} | {"memory": memory})
+    return decode_json(Plan, {name: value for name, value in tree.items() if name != "run"} | {"memory": memory})
 
 
 _hints = functools.cache(typing.get_type_hints)
 
 
-def decoded(kind: Any, data: Any) -> Any:
+def decode_json(kind: Any, data: Any) -> Any:
     """Return data from JSON converted to the type `kind`: dicts to its dataclasses, lists to its tuples."""
     if isinstance(kind, typing.TypeAliasType):
-        return decoded(kind.__value__, data)
+        return decode_json(kind.__value__, data)
     if dataclasses.is_dataclass(kind):
-        return kind(**{name: decoded(_hints(kind).get(name), value) for name, value in data.items()})  # pyright: ignore[reportCallIssue]
+        return kind(**{name: decode_json(_hints(kind).get(name), value) for name, value in data.items()})  # pyright: ignore[reportCallIssue]
     args = typing.get_args(kind)
     if types.NoneType in args and data is not None:
-        return decoded(args[0], data)
+        return decode_json(args[0], data)
     if typing.get_origin(kind) is tuple and data is not None:
         each = itertools.repeat(args[0]) if args[-1] is Ellipsis else args
-        return tuple(decoded(arg, value) for arg, value in zip(each, data, strict=False))
+        return tuple(decode_json(arg, value) for arg, value in zip(each, data, strict=False))
     return data

@@ -21,11 +21,11 @@ from jaxtrain.config.context import METHODS
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.plan import MOST
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.fit import Check, Least, least, training_check
+from jaxtrain.plan.fit import Check, LeastMemory, least_memory, training_check
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search_cache import Cache
-from jaxtrain.plan.search_parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_many
+from jaxtrain.plan.search_cache import PlanCache
+from jaxtrain.plan.search_parallel import MAKE, TIMEOUT_S, PlanOutcome, Request, plan_many
 from jaxtrain.plan.topology import Topology, layout_of
 
 Overrides = tuple[tuple[str, Any], ...]
@@ -53,7 +53,7 @@ WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """A layout: sizes of the mesh axes, and what belongs to them. rows: sequences of each shard of a microbatch."""
 
     data: int
@@ -93,7 +93,7 @@ class Choice:
             out += ("pipeline.schedule", self.schedule[0]), ("pipeline.groups", self.schedule[1])
         return (*out, *self.stored)
 
-    def neighbours(self) -> Iterator["Choice"]:
+    def neighbours(self) -> Iterator["LayoutChoice"]:
         """Yield the layouts that differ in one respect."""
         for zero in ZEROS if self.fsdp * self.expert * self.seq > 1 else ():
             yield dataclasses.replace(self, zero=zero)
@@ -118,10 +118,10 @@ class Candidate:
     """
 
     run: RunConfig
-    choice: Choice
+    choice: LayoutChoice
     changes: tuple[str, ...]
-    least: Least
-    outcome: Outcome | None = None
+    least: LeastMemory
+    outcome: PlanOutcome | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -192,7 +192,7 @@ def search(
     rates: Rates | None = None,
     plan_one: str = MAKE,
     jobs: int = 0,
-    cache: Cache | None = None,
+    cache: PlanCache | None = None,
     timeout_s: float = TIMEOUT_S,
     on_progress: Callable[[SearchResult], None] = lambda result: None,
 ) -> SearchResult:
@@ -200,7 +200,7 @@ def search(
 
     Args:
         name, overrides: config and its overrides, as labels of plans.
-        topology: a machine whose name `topology.parse` accepts, since other processes compile for it by name.
+        topology: a machine whose name `parse_topology` accepts, since other processes compile for it by name.
         budget_s: seconds after which running compiles are ended; 0: no limit.
         most: largest number of plans.
         check: returns the problems of training a config; None: `training_check`.
@@ -214,7 +214,7 @@ def search(
         TopologyError: the machine has no description.
     """
     began = time.monotonic()
-    machines.parse(topology.name)
+    machines.parse_topology(topology.name)
     check, rates = check or training_check(topology), rates or rates_for(topology.gpu, run.precision)
     result = SearchResult(name, topology, run, topology.usable_gib(run.train.memory_fraction), most)
     result.own_problems = tuple(check(run))
@@ -234,7 +234,7 @@ def search(
             result.running.append(candidate)
             on_progress(result)
 
-        def note_end(candidate: Candidate, outcome: Outcome) -> None:
+        def note_end(candidate: Candidate, outcome: PlanOutcome) -> None:
             result.running = [other for other in result.running if other is not candidate]
             candidate.outcome = outcome
             if outcome.kind != "stopped":
@@ -250,10 +250,10 @@ def search(
             raise TimeoutError
 
     try:
-        config_layouts = [] if result.own_problems else [*filter(None, [space.own()])]
+        config_layouts = [] if result.own_problems else [*filter(None, [space.config_layout()])]
         for stored in space.storage():
             result.stored, result.running = stored, []
-            layouts = space.listed(stored)
+            layouts = space.list_layouts(stored)
             on_progress(result)
             compile_batch([*config_layouts, *space.first_of_each_kind(layouts, max(1, most // 2 - len(config_layouts)))])
             config_layouts = []
@@ -265,7 +265,7 @@ def search(
                 compile_batch(space.smallest(layouts))
             if result.best or result.is_full:
                 break
-        while result.best and not result.is_full and (neighbours := space.near(result.best)):
+        while result.best and not result.is_full and (neighbours := space.neighbours(result.best)):
             compile_batch(neighbours[:ROUND])
         result.ended = "most" if result.is_full else "complete"
     except TimeoutError:
@@ -284,17 +284,17 @@ class Space:
     """The layouts of a run on a machine, each judged once."""
 
     def __init__(self, run: RunConfig, topology: Topology, check: Check, result: SearchResult):
-        self.run, self.topology, self.check, self.found = run, topology, check, result
+        self.run, self.topology, self.check, self.result = run, topology, check, result
         self._candidates: dict[tuple[str, ...], Candidate | None] = {}
         self._too_big = 0
 
-    def own(self) -> Candidate | None:
+    def config_layout(self) -> Candidate | None:
         """Return the config's own layout, which is legal; None if its least memory does not fit."""
         run, sizes = self.run, layout_of(self.run, self.topology).sizes
         rows = run.train.global_batch // run.train.grad_accum // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
         zero, schedule = (run.sharding.zero, run.sharding.gather), (run.pipeline.schedule, run.pipeline.groups)
         axes: dict[str, Any] = sizes
-        choice = Choice(**axes, context=run.parallel.context, schedule=schedule, zero=zero, rows=rows)
+        choice = LayoutChoice(**axes, context=run.parallel.context, schedule=schedule, zero=zero, rows=rows)
         candidate = self._candidates[()] = self._candidate_that_fits(run, choice, ())
         return candidate
 
@@ -306,13 +306,13 @@ class Space:
             if narrower := tuple((key, dtype) for key, dtype in stored if WIDTH[dtype] < WIDTH[flat[key]]):
                 yield narrower
 
-    def listed(self, stored: Overrides) -> list[Candidate]:
+    def list_layouts(self, stored: Overrides) -> list[Candidate]:
         """Return all layouts with one sequence for each shard, sorted."""
         choices = (dataclasses.replace(c, stored=stored) for c in meshes(self.run, self.topology))
         before = self._too_big
         config_layout = None if stored else self._candidates.get(())
         layouts = sorted(dict.fromkeys(filter(None, [config_layout, *map(self._candidate, choices)])), key=self._sort_key)
-        self.found.listed, self.found.too_big = len(layouts), self._too_big - before
+        self.result.listed, self.result.too_big = len(layouts), self._too_big - before
         return layouts
 
     def first_of_each_kind(self, layouts: list[Candidate], most: int) -> list[Candidate]:
@@ -322,7 +322,7 @@ class Space:
             first.setdefault(c.choice.kind, c)
         return [c for c in map(self._widen_microbatch, first.values()) if c.changes][:most]
 
-    def near(self, best: Candidate) -> list[Candidate]:
+    def neighbours(self, best: Candidate) -> list[Candidate]:
         """Return layouts near the best one that were not compiled, sorted.
 
         First the meshes of other compiled layouts of its kind with its microbatches, then its neighbours: other kinds last, and
@@ -330,7 +330,7 @@ class Space:
         """
         base = best.choice
         settings = {"rows": base.rows, "zero": base.zero, "schedule": base.schedule, "stored": base.stored}
-        same_kind = [c.choice for c in self.found.tried if c.choice.kind == base.kind]
+        same_kind = [c.choice for c in self.result.tried if c.choice.kind == base.kind]
         crossed = [dataclasses.replace(choice, **settings) for choice in same_kind]
         neighbours = dict.fromkeys(c for c in map(self._candidate, (*crossed, *base.neighbours())) if c and not c.outcome)
 
@@ -351,28 +351,28 @@ class Space:
             candidate = wider
         return candidate
 
-    def _candidate(self, choice: Choice) -> Candidate | None:
+    def _candidate(self, choice: LayoutChoice) -> Candidate | None:
         """Return the candidate of a layout; None if training refuses it, or its least memory does not fit."""
         overrides = choice.overrides(self.run)
         if overrides is None or choice.tensor > self.topology.gpus:
             return None
-        changed = changes(self.run, overrides, None if self.found.own_problems else self.topology)
+        changed = changes(self.run, overrides, None if self.result.own_problems else self.topology)
         if changed not in self._candidates:
             self._candidates[changed] = self._make_candidate(choice, overrides, changed)
         return self._candidates[changed]
 
-    def _make_candidate(self, choice: Choice, overrides: Overrides, changed: tuple[str, ...]) -> Candidate | None:
+    def _make_candidate(self, choice: LayoutChoice, overrides: Overrides, changed: tuple[str, ...]) -> Candidate | None:
         run = with_overrides(self.run, overrides)
         if self.check(run):
             return None
         return self._candidate_that_fits(run, choice, changed)
 
-    def _candidate_that_fits(self, run: RunConfig, choice: Choice, changed: tuple[str, ...]) -> Candidate | None:
+    def _candidate_that_fits(self, run: RunConfig, choice: LayoutChoice, changed: tuple[str, ...]) -> Candidate | None:
         try:
-            memory = least(run, self.topology)
+            memory = least_memory(run, self.topology)
         except ConfigError:  # a rule that only `build_program` knows
             return None
-        self.found.least_gib = min(self.found.least_gib, memory.gib)
+        self.result.least_gib = min(self.result.least_gib, memory.gib)
         if math.isinf(memory.repeated):
             self._too_big += 1
             return None
@@ -382,7 +382,7 @@ class Space:
         return c.least.repeated + c.choice.cost(self.topology.gpus), -c.choice.rows, -c.choice.fsdp
 
 
-def meshes(run: RunConfig, topology: Topology) -> Iterator[Choice]:
+def meshes(run: RunConfig, topology: Topology) -> Iterator[LayoutChoice]:
     """Yield the meshes of the GPUs, with axes of powers of two.
 
     A tensor group is inside a node. mesh.expert is above 1 only for models with experts, and inside a node or as in the
@@ -403,7 +403,7 @@ def meshes(run: RunConfig, topology: Topology) -> Iterator[Choice]:
             widths = {inside * n for n in _powers(topology.nodes)} | {1, shards}
             for fsdp in sorted(width for width in widths if not remainder and shards and shards % width == 0):
                 zero = (1, "layer") if stage > 1 else ZEROS[0]
-                yield Choice(shards // fsdp, fsdp, expert, tensor, seq, stage, run.parallel.context, zero=zero)
+                yield LayoutChoice(shards // fsdp, fsdp, expert, tensor, seq, stage, run.parallel.context, zero=zero)
 
 
 def _powers(n: int, most: int = 2**20) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Cached plans on disk, so that each plan is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config without
-UNRELATED sections, the machine, kernel rates, the ranges of published runs (`rates.compared`), XLA_FLAGS, the compiler's
+UNRELATED sections, the machine, kernel rates, the ranges of published runs (`published_ranges`), XLA_FLAGS, the compiler's
 versions, and the code.
 """
 
@@ -20,7 +20,7 @@ from jaxtrain.config import installed
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan import FOLDER
-from jaxtrain.plan.rates import compared, rates_for
+from jaxtrain.plan.rates import published_ranges, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.topology import Topology, layout_of
 
@@ -29,7 +29,7 @@ LOGGER = logging.getLogger("jaxtrain")
 # Sections of the config that neither the train step nor its plan reads: places, output, and work between the steps.
 UNRELATED = ("checkpoint", "eval", "log", "paths", "profile", "sample")
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
-OWN = ("model.family", "loss.name", "optimizer.name")  # keys whose value may be code of the user
+USER_CODE_KEYS = ("model.family", "loss.name", "optimizer.name")  # keys whose value may be code of the user
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """A plan, or the reason why there is none.
 
     Attributes:
@@ -63,7 +63,7 @@ class Outcome:
     problems: tuple[Problem, ...] = ()
 
 
-class Cache:
+class PlanCache:
     """A folder of plans, and of the errors that planning raised."""
 
     def __init__(self, folder: str | Path = FOLDER):
@@ -72,12 +72,12 @@ class Cache:
     def path(self, request: Request, plan_one: str) -> Path:
         """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
         run, topology = request.run, request.topology
-        user_modules = [value for key, value in run.flat.items() if key in OWN and ":" in value]
+        user_modules = [value for key, value in run.flat.items() if key in USER_CODE_KEYS and ":" in value]
         facts = {
-            "config": relevant(run, topology),
+            "config": relevant_config(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
             "rates": dataclasses.asdict(request.rates or rates_for(topology.gpu, run.precision)),
-            "ranges": compared()["ranges"],
+            "ranges": published_ranges()["ranges"],
             "by": plan_one,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
@@ -85,21 +85,21 @@ class Cache:
         }
         return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
 
-    def get(self, request: Request, plan_one: str) -> Outcome | None:
+    def get(self, request: Request, plan_one: str) -> PlanOutcome | None:
         """Return the cached outcome of a request, or None. If the file is damaged, log a warning and return None."""
         path = self.path(request, plan_one)
         try:
             tree = json.loads(gzip.decompress(path.read_bytes()))
             if "failure" in tree:
-                return Outcome(None, "failed", f"{tree['failure']} (as before; delete {self.folder} to try again)")
-            return Outcome(request.label(from_json(tree)), "cached")
+                return PlanOutcome(None, "failed", f"{tree['failure']} (as before; delete {self.folder} to try again)")
+            return PlanOutcome(request.label(from_json(tree)), "cached")
         except FileNotFoundError:
             return None
         except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
             LOGGER.warning("%s is damaged (%s): it is planned again", path, error or type(error).__name__)
         return None
 
-    def put(self, request: Request, plan_one: str, outcome: Outcome) -> None:
+    def put(self, request: Request, plan_one: str, outcome: PlanOutcome) -> None:
         """Write a plan, or the error that planning raised, atomically. Other outcomes may not recur and are not written.
 
         If the folder cannot be written, log a warning.
@@ -113,7 +113,7 @@ class Cache:
             LOGGER.warning("the plan is not cached: %s", error)
 
 
-def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
+def relevant_config(run: RunConfig, topology: Topology) -> dict[str, Any]:
     """Return config key -> value, without the sections in UNRELATED. Mesh axes have their sizes on this machine."""
     flat = run.flat | {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
     return {k: v for k, v in flat.items() if k.partition(".")[0] not in UNRELATED}

@@ -22,7 +22,7 @@ from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.plan.search_cache import Cache, Outcome, Request
+from jaxtrain.plan.search_cache import PlanCache, PlanOutcome, Request
 
 MAKE = "jaxtrain.plan.make:make_plan"
 TIMEOUT_S = 900.0  # time limit of one plan; 8B takes some ten seconds on two cores, as does 70B on 1,024 GPUs
@@ -66,20 +66,20 @@ class Child:
         self._process.wait()
         self._temporary.cleanup()
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> PlanOutcome | None:
         """Return the outcome; None while the process runs within its time limit."""
         code = self._process.poll()
         if code is None:
             late = time.monotonic() - self._began > self._timeout_s
-            return Outcome(None, "out of time", f"not planned within {duration(self._timeout_s)}") if late else None
+            return PlanOutcome(None, "out of time", f"not planned within {duration(self._timeout_s)}") if late else None
         if (result := self._folder / "outcome").exists():
             return pickle.loads(result.read_bytes())
         if code == -signal.SIGKILL:
-            return Outcome(None, "out of memory", "killed, as the system does if host memory runs out")
+            return PlanOutcome(None, "out of memory", "killed, as the system does if host memory runs out")
         lines = (self._folder / "printed").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = f"; its last line: {lines[-1][:300]}" if lines else ""
         ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Outcome(None, "crashed", f"the compiler's process {ending}{last}")
+        return PlanOutcome(None, "crashed", f"the compiler's process {ending}{last}")
 
 
 def work(folder: str) -> None:
@@ -90,14 +90,14 @@ def work(folder: str) -> None:
     request, plan_one = pickle.loads((Path(folder) / "request").read_bytes())
     try:
         plan = pkgutil.resolve_name(plan_one)(request.run, request.topology, rates=request.rates)
-        outcome = Outcome(request.label(plan), "planned")
+        outcome = PlanOutcome(request.label(plan), "planned")
     # Every error is returned to the parent as the outcome of this plan.
     except Exception as error:
         traceback.print_exc()
         user_problem = own_parts.problem_of(error)
         problems = (user_problem,) if user_problem else tuple(error.problems) if isinstance(error, ConfigError) else ()
         reason = "; ".join(map(str, problems)) or f"{type(error).__name__}: {' '.join(str(error).split())}"
-        outcome = Outcome(
+        outcome = PlanOutcome(
             None,
             "refused" if problems else _error_kind(error),
             reason if len(reason) <= 400 else reason[:400] + "...",
@@ -134,12 +134,12 @@ def plan_many[Id](
     *,
     jobs: int = 0,
     budget_s: float = 0.0,
-    cache: Cache | None = None,
+    cache: PlanCache | None = None,
     plan_one: str = MAKE,
     timeout_s: float = TIMEOUT_S,
     on_start: Callable[[Id], None] = lambda ident: None,
-    on_done: Callable[[Id, Outcome], None] = lambda ident, outcome: None,
-) -> dict[Id, Outcome]:
+    on_done: Callable[[Id, PlanOutcome], None] = lambda ident, outcome: None,
+) -> dict[Id, PlanOutcome]:
     """Plan the requests that are not in the cache, `jobs` at a time. Return id -> outcome of each request.
 
     Args:
@@ -152,7 +152,7 @@ def plan_many[Id](
     deadline = time.monotonic() + (budget_s or float("inf"))
     todo, running, outcomes = dict(requests), {}, {}
 
-    def finish(ident: Id, outcome: Outcome) -> None:
+    def finish(ident: Id, outcome: PlanOutcome) -> None:
         outcomes[ident] = outcome
         on_done(ident, outcome)
 
@@ -178,5 +178,5 @@ def plan_many[Id](
         for child in running:
             child.end()
     for ident in [*running.values(), *todo]:
-        finish(ident, Outcome(None, "stopped", f"the budget of {duration(budget_s)} was spent"))
+        finish(ident, PlanOutcome(None, "stopped", f"the budget of {duration(budget_s)} was spent"))
     return outcomes

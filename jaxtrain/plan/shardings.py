@@ -32,7 +32,7 @@ EMBEDDING, HEAD = "embed.embedding", "head"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ShardingRow:
     """One array of a train step or of a pytree, and its shards.
 
     Attributes:
@@ -79,7 +79,7 @@ class Row:
         return self.sharding.mesh.size * self.bytes_per_device // self.total_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """Return the bytes of all copies on one device; 0 if the array is in host memory."""
         return 0 if self.saved == "offload" else self.bytes_per_device * self.copies
 
@@ -92,15 +92,15 @@ class Row:
         return f"{self.dtype}[{', '.join(dims)}]"
 
 
-def of_step(program: Program) -> tuple[Row, ...]:
+def step_rows(program: Program) -> tuple[ShardingRow, ...]:
     """Return the row of every array of a train step. The devices need not be present."""
     named_arrays = _named_activations(program)
     saved = _saved_activations(program, named_arrays)
-    batch = (row_of(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
+    batch = (array_row(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
     return (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named_arrays, saved), *batch)
 
 
-def row_of(name: str, kind: str, array: Any, axes: Axes | None = None, copies: int = 1, saved: str = "") -> Row:
+def array_row(name: str, kind: str, array: Any, axes: Axes | None = None, copies: int = 1, saved: str = "") -> ShardingRow:
     """Return the row of an array.
 
     Args:
@@ -108,7 +108,9 @@ def row_of(name: str, kind: str, array: Any, axes: Axes | None = None, copies: i
     """
     shape, local = (array.shape, array.sharding.shard_shape(array.shape)) if array.sharding else (None, array.shape)
     dtype = str(array.dtype).replace("float", "f").replace("uint", "u").replace("int", "i")  # bf16, f32, u8, i32
-    return Row(name, kind, shape, local, dtype, math.prod(local) * array.dtype.itemsize, axes, array.sharding, copies, saved)
+    return ShardingRow(
+        name, kind, shape, local, dtype, math.prod(local) * array.dtype.itemsize, axes, array.sharding, copies, saved
+    )
 
 
 def _leaves(tree: Any, **options: Any) -> dict[str, Any]:
@@ -121,24 +123,24 @@ def _axes(program: Program) -> dict[str, Axes]:
     return _leaves(program.definition.axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def _state_rows(program: Program) -> Iterator[Row]:
+def _state_rows(program: Program) -> Iterator[ShardingRow]:
     """Yield the rows of parameters, moments, counters, averages and gradients."""
     axes, params = _axes(program), _leaves(program.state.params)
     for name, a in params.items():
-        yield row_of(name, "parameter", a, axes[name])
+        yield array_row(name, "parameter", a, axes[name])
     for name, a in _leaves(program.state.optimizer).items():
         base_name = name.removesuffix(".codes").removesuffix(".scales")  # arrays of 8-bit moments
         param_name = next((p for p in params if base_name.endswith("." + p) and a.ndim == params[p].ndim), None)
         saved = "offload" if program.offload and a.shape else ""
-        yield row_of(name, "moment" if a.shape else "counter", a, axes[param_name] if param_name else None, saved=saved)
+        yield array_row(name, "moment" if a.shape else "counter", a, axes[param_name] if param_name else None, saved=saved)
     for name, a in _leaves(program.state.ema).items():
-        yield row_of(name, "average", a, axes[name])
+        yield array_row(name, "average", a, axes[name])
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
     for name, a in _leaves(part(program.state.params, program.trained)).items():
-        yield row_of(name, "gradient", a.update(dtype=program.zero.numerics.sums), axes[name])
+        yield array_row(name, "gradient", a.update(dtype=program.zero.numerics.sums), axes[name])
 
 
-def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
+def _gathered_rows(program: Program, saved: "SavedCounts") -> Iterator[ShardingRow]:
     """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/models/zero.py)."""
     placement, zero, numerics = program.placement, program.zero, program.zero.numerics
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
@@ -154,11 +156,11 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
         per_layer = all_axes[name][0] == "layers" and not zero.gather_once
         axes, shape = (all_axes[name][1:], a.shape[1:]) if per_layer else (all_axes[name], a.shape)
         dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
-        rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=gathered_sharding(axes)), axes))
+        rows.append(array_row(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=gathered_sharding(axes)), axes))
     for name, weight in program.definition.stored.items():
         skip = int(weight.axes[0] == "layers")
         decoded = jax.ShapeDtypeStruct(weight.shape[skip:], numerics.compute, sharding=gathered_sharding(weight.axes[skip:]))
-        rows.append(row_of(name, "gathered", decoded, weight.axes[skip:]))
+        rows.append(array_row(name, "gathered", decoded, weight.axes[skip:]))
     # Saved gathered weights have no names, so their copies are divided among the weights of that shape.
     same_shape = collections.Counter(row.local_shape for row in rows if row.name.startswith(f"{STACK}."))
     for row in rows:
@@ -167,13 +169,13 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
         yield dataclasses.replace(row, copies=copies, saved="keep") if copies > 1 else row
 
 
-Named = dict[tuple[str, tuple[int, ...]], Any]  # (name, shape on a device) -> dtype
-Saved = dict[tuple[str, tuple[int, ...], Any, str], int]  # (name, shape on a device, dtype, keep | offload) -> copies
+NamedArrays = dict[tuple[str, tuple[int, ...]], Any]  # (name, shape on a device) -> dtype
+SavedCounts = dict[tuple[str, tuple[int, ...], Any, str], int]  # (name, shape on a device, dtype, keep | offload) -> copies
 
 
-def _named_activations(program: Program) -> Named:
+def _named_activations(program: Program) -> NamedArrays:
     """Return the arrays that the model names by `checkpoint_name`, in the order of the traced step."""
-    named_arrays: Named = {}
+    named_arrays: NamedArrays = {}
 
     def walk(jaxpr: Jaxpr) -> None:
         for eqn in jaxpr.eqns:
@@ -187,9 +189,9 @@ def _named_activations(program: Program) -> Named:
     return named_arrays
 
 
-def _saved_activations(program: Program, named_arrays: Named) -> Saved:
+def _saved_activations(program: Program, named_arrays: NamedArrays) -> SavedCounts:
     """Return (name, local shape, dtype, keep | offload) -> number of such saved activations in memory at the same time."""
-    counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
+    counts = collections.Counter(k for k in saved_activations(program) if not k.recomputed and 0 not in k.dims)
     # A layer's input has the shape of the residual stream. Other saved arrays can have the name "layer input" too.
     stream = next((shape for name, shape in named_arrays if name == "residual"), None)
     # A loop over layers saves a layer's input once. A pipeline saves it in each of its phases, in the same buffers.
@@ -211,19 +213,19 @@ def _saved_activations(program: Program, named_arrays: Named) -> Saved:
     return copies
 
 
-def _activation_rows(program: Program, named_arrays: Named, saved: Saved) -> list[Row]:
+def _activation_rows(program: Program, named_arrays: NamedArrays, saved: SavedCounts) -> list[ShardingRow]:
     """Return the rows of activations in the order of the model. Activations without a name are last.
 
     The global layout is unknown for the tokens of a device's experts and for arrays without a name. It is also unknown for
     outputs of Ulysses attention, since their shards are heads instead of tokens.
     """
 
-    def make_row(name: str, local: tuple[int, ...], dtype: Any, copies: int, storage: str) -> Row:
+    def make_row(name: str, local: tuple[int, ...], dtype: Any, copies: int, storage: str) -> ShardingRow:
         axes, exchanged = AXES.get(name, ()), program.context.ulysses > 1 and name in ("attention_out", "attention_lse")
         if len(axes) != len(local) or exchanged:
-            return row_of(name, "activation", jax.ShapeDtypeStruct(local, dtype), None, copies, storage)
+            return array_row(name, "activation", jax.ShapeDtypeStruct(local, dtype), None, copies, storage)
         shape = tuple(n * placement.size(placement.mesh_axes(axis)) for n, axis in zip(local, axes, strict=True))
-        return row_of(
+        return array_row(
             name,
             "activation",
             jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(axes, name)),

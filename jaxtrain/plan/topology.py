@@ -61,7 +61,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Return the name that `parse` accepts, such as "h200:8x16"."""
+        """Return the name that `parse_topology` accepts, such as "h200:8x16"."""
         return f"{self.chip}:{self.gpus}" + (f"x{self.nodes}" if self.nodes > 1 else "")
 
     @property
@@ -84,7 +84,7 @@ class Topology:
         return data_sheet
 
 
-def parse(text: str) -> Topology:
+def parse_topology(text: str) -> Topology:
     """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError for any other text."""
     form = re.fullmatch(r"\s*([\w.-]+):([1-9]\d*)(?:x([1-9]\d*))?\s*", text.lower())
     if not form:
@@ -112,7 +112,7 @@ def _read_spec(chip: str) -> dict[str, Any]:
     return {"device_kind": kind, "memory_bytes": int(memory), "description": text}
 
 
-def here() -> Topology:
+def local_topology() -> Topology:
     """Return the machine that consists of all GPUs that JAX finds.
 
     Raises TopologyError if JAX finds no GPU, if the GPUs differ in kind, or if nodes differ in the number of GPUs.
@@ -140,7 +140,7 @@ def here() -> Topology:
 LIBDEVICE, PTXAS = "nvvm/libdevice/libdevice.10.bc", "bin/ptxas"
 
 
-def toolkit() -> Path:
+def cuda_toolkit() -> Path:
     """Return the first folder with ptxas and libdevice in which XLA searches: those of wheels, then CUDA's usual folders.
 
     Raises RuntimeError if there is none.
@@ -163,7 +163,7 @@ def devices(topology: Topology) -> list[Any]:
     """
     if not topology.description:
         return jax.devices()
-    toolkit()
+    cuda_toolkit()
     try:
         with quiet():
             topology_devices = topologies.get_topology_desc(

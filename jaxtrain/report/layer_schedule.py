@@ -41,9 +41,9 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
     def record(name: str, work: str, start: float, end: float) -> None:
         if not work.startswith(roofline.EXPOSED):
             op_name = module.instruction(name).op_name
-            events.append(Stretch(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], roofline.label(op_name) or name))
+            events.append(Stretch(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], roofline.op_label(op_name) or name))
 
-    roofline.predict(module, rates, collectives.read(module, mesh, topology.gpus), record)
+    roofline.predict(module, rates, collectives.read_collectives(module, mesh, topology.gpus), record)
     lanes: dict[str, list[Stretch]] = {}
     for phase in ("forward", "backward"):
         window = _window([e.start for e in events if e.kind == "attention" and e.label.startswith(phase)], layers)

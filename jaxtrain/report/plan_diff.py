@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jaxtrain.config.numbers import column, number, plural
-from jaxtrain.plan.diff import GIB, NONE, SIZES, SMALL, TIMES, Diff, Row
+from jaxtrain.plan.diff import GIB, NONE, SIZES, SMALL, TIMES, Diff, DiffRow
 from jaxtrain.report.plan_sections import argument
 from jaxtrain.report.tables import Column, Listing, Section, Table, numbers, print_sections, say, text_table
 
@@ -20,7 +20,7 @@ def print_diff(changes: Diff, console: Console) -> None:
     values = [[(each or NONE).text or "absent" for each in (r.before, r.after)] for r in settings]
     words = [f"{r.change}: {r.key.what} {r.key.name}: {x} -> {y}" for r, (x, y) in zip(settings, values, strict=True)]
     note = f"{plural(len(changes.smaller), 'smaller difference')}, each below {SMALL:.1%} of the step or of the memory, with "
-    note += f"{number(sum(row.more('ms') for row in changes.smaller))} ms in all"
+    note += f"{number(sum(row.increase('ms') for row in changes.smaller))} ms in all"
     sections = [Section("Figures", [text_table("", ("", "A", "B", "change"), figures)])] if figures else []
     sections += [Section("Time of a step; of collectives exposed, and on the link", [_table(times, "ms", 1)])] if times else []
     sections += [Section("Memory at the peak", [_table(sizes, "GiB", GIB)])] if sizes else []
@@ -29,7 +29,7 @@ def print_diff(changes: Diff, console: Console) -> None:
     say(console, "nothing changed" if changes.same else f"\n{note}" if changes.smaller else "")
 
 
-def _table(rows: Sequence[Row], unit: str, scale: float) -> Table:
+def _table(rows: Sequence[DiffRow], unit: str, scale: float) -> Table:
     field = "ms" if unit == "ms" else "bytes"
     changes = [("change", field, scale)] + ([("on link", "link_ms", 1), ("GB", "bytes", 1e9)] if unit == "ms" else [])
     columns = [
@@ -37,7 +37,7 @@ def _table(rows: Sequence[Row], unit: str, scale: float) -> Table:
         Column("what", [" ".join(filter(None, (r.key.what, r.key.name, r.key.dtype, r.key.axis))) for r in rows]),
         numbers(f"A {unit}", [getattr(r.before or NONE, field) / scale for r in rows], total=False),
         numbers(f"B {unit}", [getattr(r.after or NONE, field) / scale for r in rows], total=False),
-        *(numbers(name, [r.more(of) / by for r in rows], _signed, total=False) for name, of, by in changes),
+        *(numbers(name, [r.increase(of) / by for r in rows], _signed, total=False) for name, of, by in changes),
         Column("operation", [argument(r.key.scope) if r.key.scope.startswith("state.") else r.key.scope for r in rows]),
         Column("source", [r.source for r in rows], kind="source"),
     ]

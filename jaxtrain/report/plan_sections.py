@@ -12,8 +12,8 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, plural, rough, size
 from jaxtrain.config.schema import Remat
 from jaxtrain.plan.cost import Cost
-from jaxtrain.plan.program.roofline import label
-from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compared, fp8_attention, fraction
+from jaxtrain.plan.program.roofline import op_label
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, fp8_attention, published_ranges, rate_fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 from jaxtrain.report.charts import stacked
@@ -147,7 +147,7 @@ def range_source(plan: Plan) -> str:
     if not (steps := plan.time.expected_step_ms):
         return ""
     low, high = (plan.time.step_ms / each for each in reversed(steps))
-    runs = ", ".join(filter(None, (plan.kind, compared()["compilers"].get(plan.kind))))
+    runs = ", ".join(filter(None, (plan.kind, published_ranges()["compilers"].get(plan.kind))))
     return f"The expected range is by published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured time"
 
 
@@ -248,7 +248,7 @@ def memory_section(plan: Plan) -> Section:
 def memory_details(plan: Plan) -> Section:
     """Return the section with the sources of the memory figures, and saved activations by name."""
     memory = plan.memory
-    blocks: list[str | Table] = [f"the peak is in {label(memory.peak_at)}"] if memory.peak_at else []
+    blocks: list[str | Table] = [f"the peak is in {op_label(memory.peak_at)}"] if memory.peak_at else []
     if memory.workspace_gib:
         blocks.append(f"cuDNN workspace {size(memory.workspace_gib)}, by {memory.workspace_by.replace('cudnn', 'cuDNN')}")
     unit, (card, reserve, usable) = gib([memory.hbm_gib, memory.reserve_gib, memory.usable_gib])
@@ -301,7 +301,7 @@ def _scope(op_name: str, instruction: str) -> str:
     if op_name.startswith(("state.", "batch[")):
         return f"{argument(op_name)}\n{instruction}"
     paths = op_name.removeprefix("jit(train_step)/").split(":")
-    return f"{'; '.join(dict.fromkeys(filter(None, map(label, paths))))}\n{instruction}"
+    return f"{'; '.join(dict.fromkeys(filter(None, map(op_label, paths))))}\n{instruction}"
 
 
 def argument(op_name: str) -> str:
@@ -522,7 +522,7 @@ def rates(plan: Plan) -> str:
         cudnn_shares = PALLAS_ATTENTION[0] * fp8_attention(ATTENTION_AT), cudnn_shares[1]
     stated = gpu_rates.attention_forward_tflops, gpu_rates.attention_backward_tflops
     forward, backward = (number(x * y, 0) for x, y in zip(cudnn_shares, stated, strict=True))
-    small = ((mib, gpu_rates.nvlink_gb_s * fraction(gpu_rates.collective_curve, mib * 2**20)) for mib in (64, 1))
+    small = ((mib, gpu_rates.nvlink_gb_s * rate_fraction(gpu_rates.collective_curve, mib * 2**20)) for mib in (64, 1))
     by_size = " and ".join(f"{number(gb_s)} at {mib} MiB" for mib, gb_s in small)
     texts = [
         f"GEMM {number(gpu_rates.gemm_tflops, 0)} TFLOP/s"

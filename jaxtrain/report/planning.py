@@ -20,13 +20,13 @@ from jaxtrain.data import opening
 from jaxtrain.metrics.files import write_output
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.cost import Asked, estimate
-from jaxtrain.plan.cudnn_library import Library
-from jaxtrain.plan.diff import diff, read
-from jaxtrain.plan.fit import Check, least, training_check
+from jaxtrain.plan.cost import CostOptions, estimate_cost
+from jaxtrain.plan.cudnn_library import CudnnLibrary
+from jaxtrain.plan.diff import diff, read_plan_file
+from jaxtrain.plan.fit import Check, least_memory, training_check
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.search import SearchResult, search
-from jaxtrain.plan.search_cache import Cache
+from jaxtrain.plan.search_cache import PlanCache
 from jaxtrain.plan.topology import CHIPS, Topology
 from jaxtrain.report import layer_schedule, plan_page, search_page
 from jaxtrain.report.plan import print_plan
@@ -48,7 +48,7 @@ class Job:
     args: Args
     topology: Topology
     check: Check
-    cache: Cache | None
+    cache: PlanCache | None
     console: Console
 
     @property
@@ -81,7 +81,7 @@ class Job:
             write_output(self.args.json, json.dumps(tree, indent=1) + "\n")
 
 
-def plan(job: Job, cudnn: Library | None) -> int:
+def plan(job: Job, cudnn: CudnnLibrary | None) -> int:
     """Plan the layout of the config, print the plan, write the files of --json, --html and --hlo, and return the exit code."""
     run, args, topology, console = job.run, job.args, job.topology, job.console
     busy = console.status(f"compiling the train step for {topology.name} ...")
@@ -94,9 +94,9 @@ def plan(job: Job, cudnn: Library | None) -> int:
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     layer = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
-    cost_request = Asked(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
+    cost_request = CostOptions(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
     counted = cost_request.tokens and planned.fits
-    cost = estimate(planned, run, topology, compiled.program.checkpoint_bytes, cost_request) if counted else None
+    cost = estimate_cost(planned, run, topology, compiled.program.checkpoint_bytes, cost_request) if counted else None
     del compiled
     tokens = run.tokens_before(run.train.steps)
     epochs = opening.epochs(run.data, Path(run.paths.data), tokens)
@@ -122,7 +122,7 @@ def refused(job: Job) -> bool:
     """
     if job.args.hlo or job.args.html:
         return False
-    needs, usable = least(job.run, job.topology), job.topology.usable_gib(job.run.train.memory_fraction)
+    needs, usable = least_memory(job.run, job.topology), job.topology.usable_gib(job.run.train.memory_fraction)
     if needs.gib <= usable:
         return False
     shortage = f"needs at least {size(needs.gib)} on each GPU, {size(usable)} are usable"
@@ -147,7 +147,7 @@ def _print_search(job: Job) -> None:
     job.console.print(Text(f"{to_run_sh('python -m jaxtrain plan')} {shlex.join(words)}"), soft_wrap=True)
 
 
-def compare(args: Args, topology: Topology | None, cudnn: Library | None) -> int:
+def compare(args: Args, topology: Topology | None, cudnn: CudnnLibrary | None) -> int:
     """Print and write what changed from plan A to plan B, and return the exit code: 1 if something changed.
 
     Raises ConfigError with the problems of both plans. topology: the machine for which configs are compiled.
@@ -158,7 +158,7 @@ def compare(args: Args, topology: Topology | None, cudnn: Library | None) -> int
             if topology and name in args.configs:
                 problems += training_check(topology, f"--topology={topology.name}")(args.configs[name].run)
             else:
-                plans[name] = read(name, text)
+                plans[name] = read_plan_file(name, text)
         except ConfigError as error:
             problems += error.problems
     if problems:

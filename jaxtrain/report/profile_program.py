@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jaxtrain.plan.program import collectives, hlo, roofline
-from jaxtrain.plan.program.collectives import Found, is_collective
+from jaxtrain.plan.program.collectives import CollectiveOp, is_collective
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
-from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, work
-from jaxtrain.plan.program.roofline import part_of, phase_of
+from jaxtrain.plan.program.op_cost import FREE, FUSIONS, OpCost, instruction_cost
+from jaxtrain.plan.program.roofline import phase_of, scope_of
 from jaxtrain.plan.result import Rates
 
 # Kinds of time. Their sum is the step time.
@@ -79,8 +79,8 @@ class Program:
 
     module: Module
     operations: dict[str, Operation]  # by instruction
-    work: dict[str, Work]  # instruction -> cost of one launch; without instructions of unknown cost
-    wires: dict[str, Found]  # instruction -> its collective
+    work: dict[str, OpCost]  # instruction -> cost of one launch; without instructions of unknown cost
+    wires: dict[str, CollectiveOp]  # instruction -> its collective
     unknown: tuple[str, ...]  # reasons why costs are unknown
 
 
@@ -95,11 +95,11 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
     Raises:
         HloError: the program cannot be read.
     """
-    module = hlo.parse(text)
+    module = hlo.parse_hlo(text)
     program = Program(module, {}, {}, {}, ())
     unknown = []
     try:
-        program.wires.update(collectives.read(module, dict(mesh), gpus))
+        program.wires.update(collectives.read_collectives(module, dict(mesh), gpus))
     except (HloError, ValueError) as error:
         unknown.append(f"bytes of collectives: {error}")
     inner = {c for comp in module.computations.values() for i in comp.instructions if i.opcode in FUSIONS for c in i.called}
@@ -113,14 +113,14 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
-                if cost := work(module, computation, i, program.wires):
+                if cost := instruction_cost(module, computation, i, program.wires):
                     program.work[i.name] = cost
             except HloError as error:
                 unknown.append(str(error))
             name, source = _scope(module, computation, users, i)
-            part = part_of(name) or NO_SCOPE
+            part = scope_of(name) or NO_SCOPE
             phase = phase_of(name) if part != NO_SCOPE else ""
-            label = roofline.label(name) or re.sub(r"[.\d]+$", "", i.name)
+            label = roofline.op_label(name) or re.sub(r"[.\d]+$", "", i.name)
             kind = _kind(module, i, program.work.get(i.name))
             wire = program.wires.get(i.name)
             collective = " over ".join(filter(None, (wire.kind, wire.axis))) if wire else ""
@@ -136,7 +136,7 @@ def by_kernel(kernel: str) -> Operation:
     return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "", collective)
 
 
-def _kind(module: Module, i: Instruction, work: Work | None) -> str:
+def _kind(module: Module, i: Instruction, work: OpCost | None) -> str:
     if is_collective(module, i):
         return "communication"
     kind = roofline.KIND_OF_WORK[work.kind] if work else by_kernel(i.attributes.get("custom_call_target", i.name)).kind
@@ -151,10 +151,10 @@ def _scope(module: Module, computation: Computation, users: Mapping[str, list[In
     """
     for neighbours in (lambda j: users.get(j.name, ()), lambda j: [computation.by_name[o] for o in j.operands]):
         for j in _nearest_first(i, neighbours):
-            if part_of(j.op_name):
+            if scope_of(j.op_name):
                 return j.op_name, j.source
             # A fusion gets the scope of its matmul, else that of its last operation.
-            inside = [k for c in j.called for k in module.computations[c].instructions if part_of(k.op_name)]
+            inside = [k for c in j.called for k in module.computations[c].instructions if scope_of(k.op_name)]
             if inside and j.opcode in FUSIONS:
                 chosen = max(reversed(inside), key=lambda k: k.opcode in ("dot", "custom-call"))
                 return chosen.op_name, chosen.source

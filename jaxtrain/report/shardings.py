@@ -18,7 +18,7 @@ from jaxtrain.config.numbers import plural, size
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, suggest
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import pipeline_moe
-from jaxtrain.plan.shardings import Row, of_step, row_of
+from jaxtrain.plan.shardings import ShardingRow, array_row, step_rows
 from jaxtrain.plan.topology import Topology
 from jaxtrain.report.tables import Table, data_frame, text_table
 from jaxtrain.step.program import build_program
@@ -31,13 +31,13 @@ COLUMNS = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local
 class Shardings:
     """A table of arrays. It shows itself as a tree."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ShardingRow, ...]
     title: str
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ShardingRow]:
         return iter(self.rows)
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ShardingRow:
         """Return the first row of this name: the parameter, if several kinds have it. Raises ConfigError if no row has it."""
         for row in self:
             if row.name == name:
@@ -89,7 +89,7 @@ class Shardings:
         pairs = {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])}
         cells = []
         for key, pair in pairs.items():
-            before, after = (row and (row.mesh_axes, row.held_bytes) for row in pair)
+            before, after = (row and (row.mesh_axes, row.device_bytes) for row in pair)
             if before != after:
                 types = [row.type if row else "-" for row in pair]
                 cells.append((*key, *types, *(_total([row]) if row else "-" for row in pair)))
@@ -142,9 +142,9 @@ def of_run(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)
     machine = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
     program = build_program(run, devices)
-    stages = f" ({' | '.join(pipeline_moe.layers(program.layout.stages))} by stage)" if program.layout.pipelined else ""
+    stages = f" ({' | '.join(pipeline_moe.stage_layers(program.layout.stages))} by stage)" if program.layout.pipelined else ""
     layers = plural(run.model.num_layers, "layer") + stages
-    return _table(of_step(program), f"{run.model.family}, {layers}, on {machine}")
+    return _table(step_rows(program), f"{run.model.family}, {layers}, on {machine}")
 
 
 def of_tree(tree: Any) -> Shardings:
@@ -163,11 +163,11 @@ def of_tree(tree: Any) -> Shardings:
             sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("device",), devices=[*sharding.device_set]), P())
         if not isinstance(sharding, jax.sharding.NamedSharding):
             raise TypeError(f"{name or 'the tree'}: {type(leaf).__name__} without a NamedSharding has no mesh axes to show")
-        rows.append(row_of(name, "array", jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)))
+        rows.append(array_row(name, "array", jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)))
     return _table(tuple(rows), plural(len(rows), "array"))
 
 
-def _table(rows: tuple[Row, ...], title: str) -> Shardings:
+def _table(rows: tuple[ShardingRow, ...], title: str) -> Shardings:
     mesh = {axis: n for row in rows if row.sharding for axis, n in row.sharding.mesh.shape.items() if n > 1}
     return Shardings(rows, f"{title}: {', '.join(f'{axis}={n}' for axis, n in mesh.items()) or 'one device'}")
 
@@ -177,8 +177,8 @@ def _unknown(key: str, value: str, candidates: list[str]) -> ConfigError:
     return ConfigError([Problem(key, value, f"no array of this table has this {key}", hint)])
 
 
-def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
+def _grouped(rows: Iterable[ShardingRow], key: Callable[[ShardingRow], str]) -> dict[str, list[ShardingRow]]:
+    groups: dict[str, list[ShardingRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
@@ -191,7 +191,7 @@ def _devices(ids: list[int]) -> str:
     return f"{ids[0]}-{ids[-1]}" if in_a_row else ",".join(map(str, ids))
 
 
-def _device_bytes(row: Row) -> str:
+def _device_bytes(row: ShardingRow) -> str:
     """Return the copies and the bytes of one copy on a device, as text."""
     copies = f"{row.copies} x " if row.copies > 1 else ""
     return copies + _size(row.bytes_per_device) + {"offload": " on the host", "recompute": " recomputed"}.get(row.saved, "")
@@ -201,6 +201,6 @@ def _size(count: int) -> str:
     return size(count / 2**30)
 
 
-def _total(rows: Iterable[Row]) -> str:
+def _total(rows: Iterable[ShardingRow]) -> str:
     """Return the bytes that a device holds of these arrays, as text."""
-    return _size(sum(row.held_bytes for row in rows))
+    return _size(sum(row.device_bytes for row in rows))

@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from jaxtrain.config import stores
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.hf.folder import is_folder
-from jaxtrain.hf.importing import COPIED, Origin, check_new, check_space, open_origin, save, spread
+from jaxtrain.hf.importing import COPIED, Origin, check_new, check_space, open_origin, spread_sharding, write_run_folder
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.step.state import Tensors
@@ -73,7 +73,7 @@ def average(
             say(f"{', '.join(different_keys)} of the texts: as in {first.name}, other than in {origin.name}")
 
     wanted = {
-        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spread(a.shape, jax.local_devices()))
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spread_sharding(a.shape, jax.local_devices()))
         for name, a in stored.items()
     }
     tensors: Tensors = {}
@@ -87,7 +87,7 @@ def average(
         for origin, weight in zip(origins, weights, strict=True)
     ]
     meta = {"averaged": averaged, "text": first.meta["text"], "positions": min(origin.positions for origin in origins)}
-    save(folder, config, tensors, meta, tokenizer)
+    write_run_folder(folder, config, tensors, meta, tokenizer)
     say(f"wrote {decimal(size)} to {out}")
 
 

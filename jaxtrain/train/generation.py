@@ -21,7 +21,7 @@ from jaxtrain.data.rows import Piece
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import alone, read_params
+from jaxtrain.hf.model import read_params, shard_for_inference
 from jaxtrain.kernels.attention import Hardware, support
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.samples import Sampling, split_prompts
@@ -215,7 +215,7 @@ def load_model(path: str, devices: Sequence[Any], base: str = "", ema: bool = Fa
     source = open_origin(path).choose(ema)
     source.announce()
     run = source.run()
-    spread = alone(run, devices)
+    spread = shard_for_inference(run, devices)
     sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))
     return LoadedModel(
         run, sampler, read_params(source, run, sampler.definition, sampler.placement, base), source.step, source.text()

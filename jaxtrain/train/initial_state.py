@@ -25,8 +25,8 @@ from jaxtrain.config.shapes import MTP
 from jaxtrain.data import opening, tokenizer
 from jaxtrain.data.batches import open_source
 from jaxtrain.hf import lora
-from jaxtrain.hf.frozen_base import read_base, restore_base, weights_of
-from jaxtrain.hf.importing import NotFinite, Origin, open_origin
+from jaxtrain.hf.frozen_base import read_base, restore_base, weights_to_read
+from jaxtrain.hf.importing import NotFiniteWeights, Origin, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.optim.optimizer import make_schedule
 from jaxtrain.runtime.timelimit import launch_time
@@ -179,7 +179,7 @@ def begin_adapters(program: Program, beginning: Position) -> Start:
             raise ConfigError([schema.Problem("init.base", run.init.base, rule, "Leave it out.")])
         notes, base = check_base(program, run.init.from_)
         return Start(0, False, False, beginning, notes, {}, base)
-    if lora.settings_of(source.run().lora) != lora.settings_of(run.lora):
+    if lora.comparable_settings(source.run().lora) != lora.comparable_settings(run.lora):
         rule = f"{source.name} holds adapters with other settings"
         raise ConfigError([schema.Problem("init.from", run.init.from_, rule, f"Set {lora.as_options(source)}.")])
     notes, base = check_base(program, run.init.base or lora.base_path(source.meta))
@@ -193,7 +193,7 @@ def check_base(program: Program, path: str) -> tuple[tuple[str, ...], str]:
     try:
         return check_init_source(program, path), open_origin(path).path
     except (CheckpointError, HuggingFaceError) as error:
-        raise lora.gone(path, error) from error
+        raise lora.missing_base_error(path, error) from error
 
 
 def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -274,7 +274,7 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
 def init_tensors(program: Program, source: Origin) -> state.Tensors:
     """Return the tensors to read from init.from: weights without adapters, and optimizer state if init.what includes it."""
     if program.adapters:
-        weights = weights_of(base_tensors(program), source, program.definition, program.placement)
+        weights = weights_to_read(base_tensors(program), source, program.definition, program.placement)
         return {weight.name: weight.plain for weight in weights}
     kinds = ("params.", "optimizer.") if program.run.init.what == "weights+optimizer" else ("params.",)
     return {k: v for k, v in state.abstract_tensors(program.state).items() if k.startswith(kinds)}
@@ -354,7 +354,7 @@ def initial_state(
             tensors |= weights_source.read(adapters)
             say(f"adapters of {weights_source.name}, trained further")
     except (Damaged, HuggingFaceError) as error:
-        raise BadInit(f"init.from = {run.init.from_!r}: {error}", isinstance(error, Damaged | NotFinite)) from error
+        raise BadInit(f"init.from = {run.init.from_!r}: {error}", isinstance(error, Damaged | NotFiniteWeights)) from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     if report:
         say(report)
@@ -438,7 +438,7 @@ def _base_entry(start: Start, digest: str, checkpoints: Checkpoints) -> dict[str
         return {}
     if start.resumed or start.adapters:
         meta = checkpoints.meta(start.step) if start.resumed else open_origin(start.adapters).meta
-        lora.check_same(meta, start.base, digest)
+        lora.check_base_digest(meta, start.base, digest)
     return {"path": start.base, "digest": digest} | ({"adapters": start.adapters} if start.adapters else {})
 
 

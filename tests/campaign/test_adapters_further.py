@@ -21,7 +21,7 @@ from jaxtrain.commands import hf as command
 from jaxtrain.hf import peft
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.state import to_tensors
 from jaxtrain.train import generation
@@ -85,7 +85,7 @@ def test_steps_follow_peft(adapter, tmp_path):
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
 
     stored = {name: np.asarray(x) for name, x in to_tensors(state).items() if "lora" in name and name.startswith("params.")}
-    peft.write(tmp_path / "after", stored, run.model, run.lora, "base")
+    peft.write_adapter(tmp_path / "after", stored, run.model, run.lora, "base")
     before, after, wanted = (
         load_file(folder / "adapter_model.safetensors")
         for folder in (adapter / "peft", tmp_path / "after", tmp_path / "theirs")
@@ -124,7 +124,7 @@ def test_a_second_stage_is_used_like_a_first(adapter, tmp_path, monkeypatch):
     script = ROOT / "tests" / "reference" / "peft_logits.py"
     hugging_face.ask(script, "tokens.npy", "moved", "adapter", "peft.npz")
     theirs = np.load("peft.npz")
-    assert np.abs(logits_of(open_origin("two"))(TOKENS, SEGMENTS) - theirs["logits"]).max() < SAME
+    assert np.abs(logits_function(open_origin("two"))(TOKENS, SEGMENTS) - theirs["logits"]).max() < SAME
     exported(Path("two"), Path("merged"), tokenizer="byte")
     merged, base = tensors_of(Path("merged")), tensors_of(Path("moved"))
     changed = {name for name in base if not np.array_equal(base[name], merged[name])}

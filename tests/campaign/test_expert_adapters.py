@@ -19,9 +19,9 @@ from jaxtrain.commands import hf as command
 from jaxtrain.config import schema
 from jaxtrain.config.schema import to_dict
 from jaxtrain.hf import peft
-from jaxtrain.hf.importing import open_origin, save
-from jaxtrain.hf.lora import digest, settings_of
-from jaxtrain.hf.model import abstract_of, logits_of, placed, read_params
+from jaxtrain.hf.importing import open_origin, write_run_folder
+from jaxtrain.hf.lora import comparable_settings, digest
+from jaxtrain.hf.model import abstract_state, logits_function, place_model, read_params
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.step.state import abstract_tensors
@@ -53,18 +53,20 @@ def adapters(base: Path, out: Path, **settings: object) -> Path:
     run, problems = schema.resolve(tree)
     assert not problems
     plain = dataclasses.replace(run, lora=schema.Lora())
-    wanted = abstract_tensors(abstract_of(*placed(run)))
+    wanted = abstract_tensors(abstract_state(*place_model(run)))
     rng = np.random.default_rng(0)
     made = {
         k: rng.normal(0, 0.1, a.shape).astype(np.float32) for k, a in wanted.items() if k.startswith(PREFIX) and is_adapter(k)
     }
-    meta = {"base": {"path": str(base), "digest": digest(read_params(source, plain, *placed(plain)))}}
-    save(out, to_dict(run), jax.tree.map(jax.numpy.asarray, made), meta | {"text": source.text().record(), "positions": 64})
+    meta = {"base": {"path": str(base), "digest": digest(read_params(source, plain, *place_model(plain)))}}
+    write_run_folder(
+        out, to_dict(run), jax.tree.map(jax.numpy.asarray, made), meta | {"text": source.text().record(), "positions": 64}
+    )
     return out
 
 
 def logits(path: Path) -> np.ndarray:
-    return logits_of(open_origin(str(path)))(TOKENS, SEGMENTS)
+    return logits_function(open_origin(str(path)))(TOKENS, SEGMENTS)
 
 
 def by_peft(folder: Path, given: dict[str, tuple[Path, Path]]) -> dict[str, dict[str, np.ndarray]]:
@@ -108,8 +110,8 @@ def test_peft_computes_the_same(bases, tmp_path):
         before, after = (open_origin(str(tmp_path / case / x)) for x in ("run", "again"))
         lora = after.run().lora
         if GIVEN[case][1] in ("each", "rslora", "none"):
-            assert settings_of(lora) == settings_of(before.run().lora), case
-            read = peft.read(adapter, before.run().model)[1]
+            assert comparable_settings(lora) == comparable_settings(before.run().lora), case
+            read = peft.read_adapter(adapter, before.run().model)[1]
             stored = before.read({k: a for k, a in before.stored.items() if k.startswith(PREFIX)})
             assert read.keys() == stored.keys() and all(np.array_equal(read[k], stored[k]) for k in read), case
 

@@ -16,9 +16,9 @@ from hugging_face import FAMILIES, exported, imported, tensors_of
 from safetensors.numpy import save_file
 
 from jaxtrain.commands import hf as command
-from jaxtrain.hf.check import ask
+from jaxtrain.hf.check import run_transformers
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.parts import Comparison, against, norms_of
+from jaxtrain.hf.parts import ModelComparison, compare_with_outputs, norm_modules
 from jaxtrain.models import attention, layers
 
 LIMIT = 1e-4  # the default of --tolerance
@@ -62,12 +62,12 @@ def gemma(tmp_path_factory) -> Iterator[tuple[Path, Path]]:
     folder, theirs = hugging_face.write(place / "folder", "gemma3"), place / "theirs"
     theirs.mkdir()
     np.save(theirs / "tokens.npy", hugging_face.TOKENS)
-    ask(packages.reference(), str(folder), norms_of(open_origin(str(folder)).run()), theirs)
+    run_transformers(packages.reference(), str(folder), norm_modules(open_origin(str(folder)).run()), theirs)
     yield folder, theirs
     shutil.rmtree(place)
 
 
-def different(found: Comparison) -> dict[str, list[str]]:
+def different(found: ModelComparison) -> dict[str, list[str]]:
     """Return part -> what differs, of the parts that differ."""
     above = {part.part: part.above(LIMIT) for part in found.parts}
     return {name: [what.partition(" of ")[0] for what in values] for name, values in above.items() if values}
@@ -80,7 +80,7 @@ def test_a_bug_in_rope_is_named(gemma, monkeypatch):
     """The rotary tables of layers with a window, used in the layer with full attention, are named there and nowhere else."""
     folder, theirs = gemma
     monkeypatch.setattr(attention, "tables_of", lambda shared, kind: shared.rotary[0])
-    found = against(theirs, open_origin(str(folder)))
+    found = compare_with_outputs(theirs, open_origin(str(folder)))
     assert different(found) == {"layer 2, attention": EVERYTHING}
     assert found.first(LIMIT).startswith("layer 2, attention: activations ") and found.logits > LIMIT
 
@@ -99,7 +99,7 @@ def test_a_bug_in_a_norm_is_named(gemma, monkeypatch):
         return right(x, scale, eps, jnp.where(scale.reshape(-1)[0] == mark, 0.0, offset))
 
     monkeypatch.setattr(layers, "rms_norm", wrong)
-    assert different(against(theirs, open_origin(str(folder)))) == {"layer 1, mlp": EVERYTHING}
+    assert different(compare_with_outputs(theirs, open_origin(str(folder)))) == {"layer 1, mlp": EVERYTHING}
 
 
 def test_a_wrong_order_of_heads_is_named(gemma, tmp_path):
@@ -113,7 +113,7 @@ def test_a_wrong_order_of_heads_is_named(gemma, tmp_path):
     tensors[o] = np.ascontiguousarray(tensors[o].reshape(-1, heads, width)[:, order].reshape(tensors[o].shape))
     shutil.copytree(folder, tmp_path / "turned")
     save_file(tensors, tmp_path / "turned" / "model.safetensors")
-    assert different(against(theirs, open_origin(str(tmp_path / "turned")))) == {"layer 3, attention": EVERYTHING}
+    assert different(compare_with_outputs(theirs, open_origin(str(tmp_path / "turned")))) == {"layer 3, attention": EVERYTHING}
 
 
 def test_a_bug_in_a_backward_pass_alone_is_named_in_gradients(gemma, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_bug_in_a_backward_pass_alone_is_named_in_gradients(gemma, monkeypatch
         return right(same(x, jnp.where(scale.reshape(-1)[0] == mark, 1.01, 1.0)), scale, eps, offset)
 
     monkeypatch.setattr(layers, "rms_norm", wrong)
-    found = against(theirs, open_origin(str(folder)))
+    found = compare_with_outputs(theirs, open_origin(str(folder)))
     assert different(found) == {"layer 2, mlp": ["gradients"]} and found.logits < ROUNDING
 
 
@@ -146,7 +146,7 @@ def test_a_weight_whose_gradient_alone_is_wrong_is_named(gemma, monkeypatch):
 
     halved.defvjp(lambda w: (w, None), lambda _, g: (g / 2,))
     monkeypatch.setattr(layers, "dot", lambda eqn, x, w, n: right(eqn, x, halved(w) if eqn == "BTF,DF->BTD" else w, n))
-    found = against(theirs, open_origin(str(folder)))
+    found = compare_with_outputs(theirs, open_origin(str(folder)))
     assert different(found) == {f"layer {i}, mlp": ["gradient"] for i in range(4)}
     assert {part.worst for part in found.parts if part.weights > LIMIT} == {f"layers.{i}.mlp.down" for i in range(4)}
 

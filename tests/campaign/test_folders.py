@@ -17,7 +17,7 @@ from jaxtrain.commands import hf as command
 from jaxtrain.commands import sample
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 
 SEGMENTS = np.ones_like(TOKENS)
 
@@ -28,7 +28,7 @@ def compare(folders: list[Path], tokens: Path) -> None:
     hugging_face.ask(hugging_face.HERE / "logits.py", tokens, *folders)
     for folder in folders:
         theirs = np.load(folder / "logits.npy")
-        ours = logits_of(open_origin(str(folder)))(TOKENS, SEGMENTS)
+        ours = logits_function(open_origin(str(folder)))(TOKENS, SEGMENTS)
         assert np.abs(ours - theirs).max() < SAME and np.abs(theirs).max() > 0.1, folder
 
 
@@ -61,8 +61,8 @@ def test_folders_that_libraries_leave_behind(tmp_path):
     assert command.main([word.replace("--out=RUN", f"--out={tmp_path / 'run'}") for word in typed]) == 0
     peft = hugging_face.HERE / "peft_logits.py"
     hugging_face.ask(peft, tmp_path / "t.npy", tmp_path / "plain", tmp_path / "adapted", tmp_path / "l.npz")
-    ours = logits_of(open_origin(str(tmp_path / "run")))(TOKENS, SEGMENTS)
-    plain = logits_of(open_origin(str(tmp_path / "adapted")))(TOKENS, SEGMENTS)
+    ours = logits_function(open_origin(str(tmp_path / "run")))(TOKENS, SEGMENTS)
+    plain = logits_function(open_origin(str(tmp_path / "adapted")))(TOKENS, SEGMENTS)
     theirs = np.load(tmp_path / "l.npz")["logits"]
     assert np.abs(ours - theirs).max() < SAME < 0.01 < np.abs(plain - theirs).max()
 

@@ -17,11 +17,11 @@ from golden_plans import SHIPPED, compare, load, path
 from benchmarks import pictures, published, traffic
 from jaxtrain.config import installed, launch
 from jaxtrain.plan import search_parallel, topology
-from jaxtrain.plan.compile import ASSEMBLER, NO_TUNING, Compiled, compile_step
+from jaxtrain.plan.compile import ASSEMBLER, NO_TUNING, CompiledStep, compile_step
 from jaxtrain.plan.result import Plan
 from jaxtrain.step.program import build_program
 
-H200S = topology.parse("h200:8")
+H200S = topology.parse_topology("h200:8")
 ALWAYS = ("llama3_8b", "llama3_70b")
 
 
@@ -112,7 +112,7 @@ def test_without_tuning_and_machine_code_the_program_is_the_same(monkeypatch):
         steps.append(compile_step(run, H200S))  # on the same line for both: the program's text contains the line number
     fast, tuned = steps
 
-    def instructions(step: Compiled) -> list[str]:
+    def instructions(step: CompiledStep) -> list[str]:
         kernels = re.compile(r', backend_config=\{"operation_queue_id".*')  # how a fusion's kernel is written
         return [kernels.sub("", line) for line in step.text.splitlines()[1:]]  # the first line contains a hash of the options
 

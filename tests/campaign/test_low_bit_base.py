@@ -15,7 +15,7 @@ from hugging_face import TOKENS, exported, tensors_of
 from jaxtrain import main
 from jaxtrain.commands import hf as command
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 
 ROOT = Path(__file__).resolve().parents[2]
 SEGMENTS = np.ones_like(TOKENS)
@@ -58,10 +58,10 @@ def test_peft_and_transformers_compute_the_same(tmp_path, form):
     )
     hugging_face.ask(reference / "logits.py", tmp_path / "tokens.npy", tmp_path / "merged")
     theirs = np.load(tmp_path / "peft.npz")
-    ours = logits_of(open_origin(str(run)))(TOKENS, SEGMENTS)
+    ours = logits_function(open_origin(str(run)))(TOKENS, SEGMENTS)
     assert np.abs(ours - theirs["logits"]).max() < SAME
     assert np.abs(ours - np.load(tmp_path / "merged" / "logits.npy")).max() < SAME
-    assert np.abs(ours - logits_of(open_origin(str(tmp_path / "decoded")))(TOKENS, SEGMENTS)).max() > 10 * SAME
+    assert np.abs(ours - logits_function(open_origin(str(tmp_path / "decoded")))(TOKENS, SEGMENTS)).max() > 10 * SAME
     if form == "nf4":
         assert command.main(["check", str(run), str(tmp_path / "merged"), f"--python={packages.reference()}"]) == 0
 

@@ -11,11 +11,11 @@ from made_plans import flat, load, tiny
 
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.plan import fit, search, search_parallel, topology
-from jaxtrain.plan.search_cache import Cache
+from jaxtrain.plan.search_cache import PlanCache
 from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import layout_of
 
-ONE = topology.parse("h200:1")
+ONE = topology.parse_topology("h200:1")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def request(accum: int = 1) -> Request:
 
 
 def test_children_that_go_wrong_are_named_and_the_rest_goes_on(children, tmp_path):
-    requests, kept, heard = {a: request(a) for a in (1, 2, 4, 32)}, Cache(tmp_path), []
+    requests, kept, heard = {a: request(a) for a in (1, 2, 4, 32)}, PlanCache(tmp_path), []
     found = search_parallel.plan_many(
         requests, jobs=2, cache=kept, plan_one="made_plans:by_accum", on_done=lambda ident, outcome: heard.append(ident)
     )
@@ -95,7 +95,7 @@ def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> fit.Chec
 @pytest.mark.long
 def test_a_real_search(tmp_path):
     """Two layouts of a small model on two H200s are compiled in two processes, then read from the cache."""
-    run, machine, kept = tiny(), topology.parse("h200:2"), Cache(tmp_path)
+    run, machine, kept = tiny(), topology.parse_topology("h200:2"), PlanCache(tmp_path)
     check = only(run, machine, {"remat.policy"})
     result = search.search(run, "tiny", machine, check=check, jobs=2, cache=kept)
     assert [c.outcome.kind for c in result.tried] == ["planned"] * 2
@@ -110,7 +110,7 @@ def test_a_real_search(tmp_path):
 
 def test_a_model_that_does_not_fit_is_made_to(tmp_path):
     """If the step exceeds the usable memory with the config's moments, the search finds narrower ones that fit."""
-    machine, kept = topology.parse("h100:1"), Cache(tmp_path)
+    machine, kept = topology.parse_topology("h100:1"), PlanCache(tmp_path)
     small = ("model.num_layers=2", "data.seq_len=256", "train.global_batch=1", "data.packing=none", "model.vocab_size=65536")
     run = tiny(*small, "dtypes.m=f32", "dtypes.v=f32", "train.memory_fraction=0.0068")
     plan = search_parallel.plan_many({0: Request(run, machine, "tiny")}, cache=kept)[0].plan

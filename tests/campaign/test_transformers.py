@@ -21,7 +21,7 @@ from jaxtrain.commands import hf as command
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 from jaxtrain.models import family
 from jaxtrain.step.batch import place_batch
 from jaxtrain.train import generation
@@ -187,8 +187,8 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, name):
     for weight in changed:
         # Both sum in float32, and may differ in the last bit of a sum of three products.
         np.testing.assert_allclose(merged[weight], theirs[f"weight.{weight}"], rtol=0, atol=3e-7)
-    logits = logits_of(open_origin(str(tmp_path / "merged")))
-    beside = logits_of(open_origin(str(tmp_path / "run")))(TOKENS, SEGMENTS)
+    logits = logits_function(open_origin(str(tmp_path / "merged")))
+    beside = logits_function(open_origin(str(tmp_path / "run")))(TOKENS, SEGMENTS)
     assert np.abs(logits(TOKENS, SEGMENTS) - theirs["merged"]).max() < SAME
     assert np.abs(beside - theirs["logits"]).max() < SAME
     args = [str(tmp_path / "run"), str(tmp_path / "merged"), f"--python={packages.reference()}"]

@@ -12,7 +12,7 @@ from hugging_face import TOKENS
 from benchmarks import model_types
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import origin_of
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 from jaxtrain.models.hugging_face import format_of
 from jaxtrain.models.not_supported import SAME
 
@@ -42,5 +42,5 @@ def test_a_type_under_another_name_computes_what_its_family_does(tmp_path, kind,
     written = json.loads((folder / "config.json").read_text())
     assert written["model_type"] == kind
     found = open_folder(folder, {"model_type": format_of(SAME[kind]).model_type, "architectures": None})
-    ours, theirs = logits_of(origin_of(found))(TOKENS, np.ones_like(TOKENS)), np.load(folder / "logits.npy")
+    ours, theirs = logits_function(origin_of(found))(TOKENS, np.ones_like(TOKENS)), np.load(folder / "logits.npy")
     assert theirs.std() > 0.5 and np.abs(ours - theirs).max() < hugging_face.SAME

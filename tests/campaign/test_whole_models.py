@@ -12,7 +12,7 @@ from hugging_face import exported, random_tokens
 from jaxtrain.commands import hf as command
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import origin_of
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 from jaxtrain.models.hugging_face import HuggingFaceError, format_of
 from jaxtrain.models.not_supported import SAME
 
@@ -43,8 +43,8 @@ def test_logits_of_text_are_those_of_the_whole_model(wholes):
             with pytest.raises(HuggingFaceError, match=f"--set model_type={changes['model_type']} "):
                 open_folder(folder)
         found, theirs = open_folder(folder, changes), np.load(folder / "logits.npy")
-        assert len(found.listed) > len(found.tensors) and found.matched[1] == {}, folder.name
-        ours = logits_of(origin_of(found))(TOKENS, np.ones_like(TOKENS))
+        assert len(found.all_tensors) > len(found.tensors) and found.matched[1] == {}, folder.name
+        ours = logits_function(origin_of(found))(TOKENS, np.ones_like(TOKENS))
         assert theirs.std() > 0.5 and np.abs(ours - theirs).max() < TOLERANCE, folder.name
 
 

@@ -24,7 +24,7 @@ from jaxtrain.config import environment
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import logits_of
+from jaxtrain.hf.model import logits_function
 from jaxtrain.metrics.files import NotWritten
 from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.report.run import RunError
@@ -136,7 +136,7 @@ def test_a_model_generates_and_is_evaluated(trained: Path) -> None:
     tokenizer, text = load_tokenizer("byte"), "def f(x):\n    return x\n"
     ids = [*tokenizer.bos, *tokenizer.encode(text)]
     found = jaxtrain.evaluate(trained, [text])
-    logits = logits_of(open_origin(str(trained)))(np.array([ids[:-1]], np.int32), np.ones((1, len(ids) - 1), np.int32))
+    logits = logits_function(open_origin(str(trained)))(np.array([ids[:-1]], np.int32), np.ones((1, len(ids) - 1), np.int32))
     shifted = logits[0].astype(np.float64)
     log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     expected = -np.mean([log_probs[i, token] for i, token in enumerate(ids[1:])])

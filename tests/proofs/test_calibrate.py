@@ -68,7 +68,7 @@ def test_a_round_waits_for_all_of_the_last():
 @pytest.fixture
 def for_h200s(monkeypatch):
     """Compile programs ahead of time for eight H200s, and time none. Returns the devices and the list of HLO texts."""
-    h200s = topology.devices(topology.parse("h200:8"))
+    h200s = topology.devices(topology.parse_topology("h200:8"))
     kept: list[str] = []
 
     def described(x, sharding):
@@ -160,7 +160,7 @@ def test_each_device_is_timed_by_itself(monkeypatch):
 # ---- From readings to rates
 
 TODAY = datetime.date(2026, 11, 21)
-H200 = topology.parse("h200:8").gpu
+H200 = topology.parse_topology("h200:8").gpu
 
 
 def reading(kind: str, amount: float, seconds: float, **more) -> Reading:
@@ -217,7 +217,7 @@ def test_times_are_of_warm_calls(monkeypatch):
 
 def test_gemms_are_compiled_as_in_training():
     run = loading.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
-    program = build_program(run, topology.devices(topology.parse("h200:8")))
+    program = build_program(run, topology.devices(topology.parse_topology("h200:8")))
     training = compiler.choose_options(program, compiler.card(139.8)).options
     assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS
 

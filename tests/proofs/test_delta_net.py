@@ -233,8 +233,8 @@ def test_the_program_computes_the_flops_of_the_formula(policy):
     """They are the definition's, and those of the chunked form beyond it. Sequences have several chunks."""
     run = helpers.tiny(SMALL | {"data.seq_len": 256, "loss.chunk": 128, "remat.policy": policy})
     text, made = helpers.train_step(run).as_text() or "", helpers.program(run)
-    found = collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
-    assert roofline.predict(hlo.parse(text), RATES, found).flops == pytest.approx(roofline.expected_flops(made), rel=1e-6)
+    found = collectives.read_collectives(hlo.parse_hlo(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
+    assert roofline.predict(hlo.parse_hlo(text), RATES, found).flops == pytest.approx(roofline.expected_flops(made), rel=1e-6)
     assert made.parameters == flops.parameters(run.model)["total"]
 
 

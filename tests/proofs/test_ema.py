@@ -18,7 +18,7 @@ from jaxtrain import main
 from jaxtrain.commands import hf, sample
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.plan.shardings import of_step
+from jaxtrain.plan.shardings import step_rows
 from jaxtrain.step import compiler, guard
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.memory import memory_by_class
@@ -136,7 +136,7 @@ def test_without_a_decay_there_is_no_array_and_with_one_the_plan_counts_it() -> 
     assert counted[name] == counted["parameters"] == size / 2**30
     argument = [helpers.train_step(run).memory_analysis().argument_size_in_bytes for run in (off, on)]
     assert argument[1] - argument[0] == size
-    rows = [row for row in of_step(helpers.program(on)) if row.kind == "average"]
+    rows = [row for row in step_rows(helpers.program(on)) if row.kind == "average"]
     assert sum(row.bytes_per_device for row in rows) == size
     host = [
         compiler.local_bytes(compiler.device_arguments(helpers.program(helpers.tiny(AVERAGED | each)))) for each in OFFLOADED

@@ -28,8 +28,8 @@ from jaxtrain.plan import fit, result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
-from jaxtrain.plan.program.op_cost import Work
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.program.op_cost import OpCost
+from jaxtrain.plan.topology import parse_topology
 from jaxtrain.report.shardings import of_run
 from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.state import abstract_tensors
@@ -380,7 +380,7 @@ def test_gpus_without_fp8_are_refused():
 
 # ---- The compiled program
 
-LLAMA, MIXTRAL, NODE = "configs/llama3_8b.py", "configs/mixtral_8x7b.py", parse("h200:8")
+LLAMA, MIXTRAL, NODE = "configs/llama3_8b.py", "configs/mixtral_8x7b.py", parse_topology("h200:8")
 SIZES = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_heads=4", "vocab_size=2048")
 
 
@@ -440,7 +440,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step():
     layer = (counts["attention"] + counts["mlp"]) / run.model.num_layers
     sent = run.train.grad_accum * (layer * (2 * run.model.num_layers - 1) + 2 * counts["head"]) * 7 / 8
     assert sum(c.wire_gib for c in gathers) * 2**30 == pytest.approx(sent, rel=0.02)
-    found = collectives.read(hlo.parse(compiled.text), made.mesh, NODE.gpus).values()
+    found = collectives.read_collectives(hlo.parse_hlo(compiled.text), made.mesh, NODE.gpus).values()
     scales = [f for f in found if "/fp8.py" in f.source and f.kind == "all-reduce"]
     assert scales and all(f.count == 1 for f in scales)
 
@@ -448,7 +448,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step():
 def test_rates_differ_by_type():
     """The plan uses the measured 1,280 TFLOP/s for FP8 matmuls, and 720 for bfloat16."""
     run, _, made = planned(LLAMA)
-    assert fit.least(run, NODE).gib <= made.memory.peak_gib
-    product = Work("gemm", flops=1e15)
+    assert fit.least_memory(run, NODE).gib <= made.memory.peak_gib
+    product = OpCost("gemm", flops=1e15)
     eight_bits = dataclasses.replace(product, fp8=True).seconds(made.rates)
     assert eight_bits == pytest.approx(product.seconds(made.rates) * 720 / 1280, rel=1e-3)

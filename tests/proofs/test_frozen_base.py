@@ -16,7 +16,7 @@ from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.frozen_base import base_digest, read_base
 from jaxtrain.hf.importing import import_folder, open_origin
 from jaxtrain.hf.in_bits import InBits
-from jaxtrain.hf.model import abstract_of
+from jaxtrain.hf.model import abstract_state
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
@@ -128,7 +128,7 @@ def built(run, mesh):
     placement = make_placement(run, jax.devices()[: 4 if mesh == "four" else 1])
     kernel, _ = choose_kernel(run, placement.layout.context, jax.devices()[0])
     definition = make_definition(run, make_zero(run.sharding, placement), kernel)
-    tensors = abstract_tensors(abstract_of(definition, placement))
+    tensors = abstract_tensors(abstract_state(definition, placement))
     return definition, placement, {k: a for k, a in tensors.items() if k.startswith(PREFIX) and not is_adapter(k)}
 
 

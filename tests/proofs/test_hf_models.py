@@ -26,8 +26,8 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf import exporting, peft
 from jaxtrain.hf.folder import describe, is_folder, model_of, open_folder, write_byte_tokenizer
 from jaxtrain.hf.importing import import_folder, open_origin
-from jaxtrain.hf.model import logits_of, read_params
-from jaxtrain.hf.names import entries
+from jaxtrain.hf.model import logits_function, read_params
+from jaxtrain.hf.names import model_entries
 from jaxtrain.metrics.samples import Sampling
 from jaxtrain.models.attention import rotary_factor, rotary_frequencies, score_factor
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
     source = open_origin(str(hugging_face.write(tmp_path, name)))
     run = source.run()
     run = dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.5))
-    assert off(logits_of(source, run=run)(TOKENS, SEGMENTS), name) < SAME
+    assert off(logits_function(source, run=run)(TOKENS, SEGMENTS), name) < SAME
 
 
 def test_yarn_turns_as_in_transformers():
@@ -105,9 +105,9 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
     state = TrainState(jax.device_put(np.int32(0), made.state.step.sharding), gradients, ())
     ours = {key: np.asarray(x, np.float64) for key, x in to_tensors(state).items() if key.startswith("params.")}
     theirs: dict[str, np.ndarray] = {}
-    for key, entry in entries(folder.model).items():
+    for key, entry in model_entries(folder.model).items():
         if "router_bias" not in key:  # not differentiated
-            theirs |= {hf: entry.to_theirs(ours[key], at, theirs.get(hf)) for at, hf in enumerate(entry.theirs)}
+            theirs |= {hf: entry.to_hf(ours[key], at, theirs.get(hf)) for at, hf in enumerate(entry.hf_names)}
     got = np.array([[np.linalg.norm(g), (g * hugging_face.random_weight(n, g.shape)).sum()] for n, g in sorted(theirs.items())])
     wanted = GOLDEN[f"{name}_gradients"]
     assert got.shape == wanted.shape and (wanted[:, 0] > 0).mean() > 0.9
@@ -120,7 +120,7 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
 def test_logits_of_packed_documents_are_those_of_transformers(tmp_path, name):
     """Two documents share a row; transformers computed each alone. Without segments the logits differ."""
     batch = packed_documents()
-    logits = logits_of(open_origin(str(hugging_face.write(tmp_path, name))))
+    logits = logits_function(open_origin(str(hugging_face.write(tmp_path, name))))
     assert np.abs(logits(batch["tokens"], batch["segments"])[0] - GOLDEN[f"{name}_documents"]).max() < SAME
     assert np.abs(logits(batch["tokens"], np.ones_like(batch["segments"]))[0] - GOLDEN[f"{name}_documents"]).max() > 100 * SAME
 

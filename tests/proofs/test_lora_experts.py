@@ -15,7 +15,7 @@ from test_dpo import begun, off, step
 from jaxtrain.config import schema
 from jaxtrain.hf import peft
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.model import abstract_of, logits_of, placed
+from jaxtrain.hf.model import abstract_state, logits_function, place_model
 from jaxtrain.models import flops
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.plan.program import hlo
@@ -170,7 +170,7 @@ UNROLLED = {"parallel.scan_layers": False, "moe.capacity_factor": 1.0, "loss.chu
 
 def matmuls(run) -> float:
     """Return the FLOPs per token of all matmuls in a run's compiled step, whose layers are unrolled."""
-    module = hlo.parse(helpers.train_step(run).as_text() or "")
+    module = hlo.parse_hlo(helpers.train_step(run).as_text() or "")
     parts = module.computations.values()
     return sum(gemm_flops(where, i) for where in parts for i in where.instructions if i.opcode == "dot") / run.tokens_per_step
 
@@ -206,10 +206,10 @@ def test_an_adapter_of_attention_and_experts_alone_is_imported(tmp_path):
     random = np.random.default_rng(0)
     adapters = {
         name: random.normal(size=a.shape).astype(np.float32)
-        for name, a in abstract_tensors(abstract_of(*placed(run))).items()
+        for name, a in abstract_tensors(abstract_state(*place_model(run))).items()
         if is_adapter(name) and (".wo_" in name or re.search(r"params\.layers\.\d+\.mlp\.lora\.", name))
     }
-    peft.write(tmp_path / "adapter", adapters, run.model, how, "")
+    peft.write_adapter(tmp_path / "adapter", adapters, run.model, how, "")
     run, notes = peft.import_adapter(tmp_path / "adapter", str(folder), tmp_path / "ours")
     (note,) = notes
     assert "dense_layers.0.mlp.gate" in note and "layers.0.mlp.shared.down" in note
@@ -224,4 +224,4 @@ def test_an_adapter_of_attention_and_experts_alone_is_imported(tmp_path):
             np.testing.assert_array_equal(x, adapters[name], err_msg=name)
         else:
             assert x.any() == name.endswith("_a"), name
-    assert np.isfinite(logits_of(origin)(hugging_face.TOKENS, np.ones_like(hugging_face.TOKENS))).all()
+    assert np.isfinite(logits_function(origin)(hugging_face.TOKENS, np.ones_like(hugging_face.TOKENS))).all()

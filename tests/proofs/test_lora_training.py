@@ -267,7 +267,7 @@ def test_what_was_saved_can_be_used(trained):
         )
 
     made = list(sampler.tokens(params, [83, 97, 121], **prompt))
-    assert tokens(dict(lora.merged(base | adapters, run.lora.alpha / 4))) == made
+    assert tokens(dict(lora.merge_adapters(base | adapters, run.lora.alpha / 4))) == made
     assert tokens(base) != made
 
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtrain.hf.mxfp4 import unpacked
+from jaxtrain.hf.mxfp4 import unpack_mxfp4
 from jaxtrain.kernels import low_bits
 from jaxtrain.optim.quantized import code_map
 from jaxtrain.plan import topology
@@ -186,7 +186,7 @@ def test_numbers_that_were_mxfp4_stay_what_they_are():
         codes[:, i::16] = (codes[:, i::16] & 8) | np.minimum(codes[:, i::16] & 7, most)
     blocks = codes[..., ::2] | (codes[..., 1::2] << 4)
     scales = rng.integers(3, 252, (experts, outputs, count), np.uint8)
-    w = unpacked(blocks, scales)  # (experts, inputs, outputs)
+    w = unpack_mxfp4(blocks, scales)  # (experts, inputs, outputs)
     assert np.isfinite(w.astype(np.float32)).all()
     for first in (True, False):
         there = jnp.asarray(w if first else w.swapaxes(-1, -2))
@@ -281,7 +281,7 @@ def test_the_layout_does_not_change_the_numbers(fmt):
 
 def compiled(function, parts, *others):
     """Return a function, compiled for an H200. parts: as of `low_bits.shapes`. others: (shape, dtype) of further arguments."""
-    place = jax.sharding.SingleDeviceSharding(topology.devices(topology.parse("h200:1"))[0])
+    place = jax.sharding.SingleDeviceSharding(topology.devices(topology.parse_topology("h200:1"))[0])
 
     def array(of):
         return jax.ShapeDtypeStruct(*of, sharding=place)

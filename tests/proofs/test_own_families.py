@@ -20,7 +20,7 @@ from jaxtrain.config.schema import ConfigError
 from jaxtrain.hf import importing, lora, peft
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import import_folder, open_origin
-from jaxtrain.hf.model import logits_of, placed, read_params
+from jaxtrain.hf.model import logits_function, place_model, read_params
 from jaxtrain.models.hugging_face import HuggingFaceError
 
 Arrays = dict[str, np.ndarray]
@@ -104,13 +104,13 @@ def test_adapters_are_merged_into_their_base(family: str, tmp_path: Path):
     shapes = {k: e.shape for k, e in peft.adapter_entries(model, 2).items() if ".wq_" in k or ".down_" in k}
     adapters = {k: random.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
     if ":" in family:  # PEFT has no names for it: a run's own checkpoint
-        digest = lora.digest(read_params(source, bare, *placed(bare)))
+        digest = lora.digest(read_params(source, bare, *place_model(bare)))
         more = {"base": {"path": source.path, "digest": digest}, "text": source.text().record(), "positions": 64}
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         tensors = {k: jax.device_put(x, place) for k, x in adapters.items()}
-        importing.save(tmp_path / "adapted", schema.to_dict(dataclasses.replace(bare, lora=how)), tensors, more)
+        importing.write_run_folder(tmp_path / "adapted", schema.to_dict(dataclasses.replace(bare, lora=how)), tensors, more)
     else:
-        peft.write(tmp_path / "peft", adapters, model, how, "")
+        peft.write_adapter(tmp_path / "peft", adapters, model, how, "")
         peft.import_adapter(tmp_path / "peft", str(base), tmp_path / "adapted")
     before, found = jt.load_weights(base), jt.load_weights(tmp_path / "adapted")
     assert {k for k in before if not np.array_equal(before[k], found[k])} == {k for k in before if k.endswith((".wq", ".down"))}
@@ -137,7 +137,7 @@ def test_a_raw_folder_has_every_tensor_and_is_read_again_bit_for_bit(dtype: str,
     assert same(tensors_of(out), stored) and same(jt.load_weights(out), stored)
     import_folder(open_folder(out), tmp_path / "again", "auto", lambda line: None)
     assert same(jt.load_weights(tmp_path / "again"), stored)
-    ours, theirs = (logits_of(open_origin(str(place)))(TOKENS, np.ones_like(TOKENS)) for place in (run, out))
+    ours, theirs = (logits_function(open_origin(str(place)))(TOKENS, np.ones_like(TOKENS)) for place in (run, out))
     assert np.array_equal(ours, theirs)
 
 
@@ -160,7 +160,7 @@ def test_a_raw_folder_must_have_the_tensors_that_its_family_builds(change: dict[
     assert hf.main(["import", str(tmp_path / "out"), f"--out={tmp_path / 'again'}"]) == 2
     assert not (tmp_path / "again").exists()
     with pytest.raises(HuggingFaceError, match=named):
-        logits_of(open_origin(str(tmp_path / "out")))(TOKENS, np.ones_like(TOKENS))
+        logits_function(open_origin(str(tmp_path / "out")))(TOKENS, np.ones_like(TOKENS))
 
 
 def test_a_family_without_format_names_raw_as_the_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -216,7 +216,7 @@ def test_the_structure_of_a_family_from_outside_is_used(tmp_path: Path):
     """The activation, the offset of norms and the scale of the embedding of STRUCTURE all change the logits."""
     one, two = own(tmp_path / "a", "like_llama"), own(tmp_path / "b", "gelu")
     assert same(jt.load_weights(one), jt.load_weights(two))
-    first, second = (logits_of(open_origin(str(run)))(TOKENS, np.ones_like(TOKENS)) for run in (one, two))
+    first, second = (logits_function(open_origin(str(run)))(TOKENS, np.ones_like(TOKENS)) for run in (one, two))
     assert np.abs(first - second).max() > 0.1
 
 

@@ -10,13 +10,13 @@ from helpers import tiny
 
 from benchmarks import peer_maxtext, peer_maxtext_read
 from jaxtrain.plan.compile import compile_step
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 
 
 @pytest.mark.more
 def test_a_compiled_step_is_read_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Every case of the page has the same small step of jaxtrain. The page keeps what is written by hand."""
-    machine, case = parse(peer_maxtext.TOPOLOGY), peer_maxtext.PAIR[0]
+    machine, case = parse_topology(peer_maxtext.TOPOLOGY), peer_maxtext.PAIR[0]
     assert peer_maxtext.main([f"--read={tmp_path}"]) == 1, "there are no steps"
     compiled = compile_step(
         tiny({"model.num_layers": 1, "mesh.fsdp": 8, "precision": "bf16", "attention.impl": "cudnn"}), machine

@@ -26,22 +26,22 @@ from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan, from_json, to_json
-from jaxtrain.plan.topology import devices, parse
+from jaxtrain.plan.topology import devices, parse_topology
 from jaxtrain.step import compiler, memory
 from jaxtrain.step.program import build_program
 from jaxtrain.step.stacks import copy_array, copy_layer
 from jaxtrain.step.state import shardings
 from jaxtrain.train import setup
 
-NODE = parse("h200:8")
+NODE = parse_topology("h200:8")
 LAYERS = 2
 SHIPPED_STEP = ("h200:8", TWO, *ONE_EACH)  # unrolled layers, as shipped; one microbatch
 RECOMPUTED = ("h200:8", TWO, *ONE_EACH, *FULL)  # every layer saves its input only
 
 
-def moved(*which: str) -> list[collectives.Found]:
+def moved(*which: str) -> list[collectives.CollectiveOp]:
     mesh = dict(compiled(*which)[1].program.placement.mesh.shape)
-    return [*collectives.read(module(*which), mesh, gpus_per_node=8).values()]
+    return [*collectives.read_collectives(module(*which), mesh, gpus_per_node=8).values()]
 
 
 def attention_calls(target: str, *which: str) -> list[tuple[hlo.Instruction, int]]:
@@ -158,7 +158,7 @@ def test_a_step_that_cannot_be_planned_is_trained(monkeypatch):
 
 def test_an_empty_list_leaves_no_kernel_for_cuda_graphs(tmp_path):
     """With compiler.GRAPHS empty, XLA's dump of its options for a program for an H200 lists no kernels for CUDA graphs."""
-    (device,) = devices(parse("h200:1"))
+    (device,) = devices(parse_topology("h200:1"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=SingleDeviceSharding(device))
     kinds = {}
     for name, given in (("default", {}), ("none", {compiler.GRAPHS: ""})):
@@ -187,7 +187,7 @@ def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
         used, part = step.memory_analysis(), 4 * math.prod(shape) // 8
         assert used.host_output_size_in_bytes == part
         assert used.output_size_in_bytes < 1024 and used.temp_size_in_bytes < part + 4096
-        assert not collectives.read(hlo.parse(step.as_text()), dict(gate.sharding.mesh.shape), 8)
+        assert not collectives.read_collectives(hlo.parse_hlo(step.as_text()), dict(gate.sharding.mesh.shape), 8)
 
 
 def test_a_host_without_room_for_a_checkpoint_is_named():

@@ -11,7 +11,7 @@ from jaxtrain.models import layers
 from jaxtrain.plan.diff import Diff, diff
 from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 
 LINE = "h_BTF = GATED[activation](gate_BTF, up_BTF)"
 
@@ -21,7 +21,7 @@ SMALL = (TWO, *(f"model.{size}" for size in SIZES), *ONE_EACH, "data.seq_len=256
 
 
 def plan() -> Plan:
-    return make_plan(config(*SMALL), parse("h200:8"))
+    return make_plan(config(*SMALL), parse_topology("h200:8"))
 
 
 before = functools.cache(plan)
@@ -51,7 +51,7 @@ def test_an_extra_matmul_is_found_with_its_line(monkeypatch):
     assert {row.source for row in came.values()} == {f"jaxtrain/models/layers.py:{line}"}
     assert all(row.after and row.after.ms > 0 and row.after.count == 2 for row in came.values())  # 2 layers
     more_ms = found.figures["GEMM ms"][1] - found.figures["GEMM ms"][0]
-    assert sum(row.more("ms") for row in came.values()) == pytest.approx(more_ms) and more_ms > 0
+    assert sum(row.increase("ms") for row in came.values()) == pytest.approx(more_ms) and more_ms > 0
 
 
 def test_lines_that_only_move_change_nothing(monkeypatch):

@@ -12,10 +12,10 @@ from benchmarks import collective_volumes, studies
 from benchmarks.collective_volumes import LAYOUTS, Row
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.plan.fit import least
+from jaxtrain.plan.fit import least_memory
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 from jaxtrain.report import plan_sections
 from jaxtrain.step.stages import Schedule
 
@@ -114,7 +114,7 @@ def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
     """
     run, made = sharded(case)
     assert made.attention == "cudnn" and made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
-    assert 0 < least(run, parse(made.topology)).gib < made.memory.taken_gib
+    assert 0 < least_memory(run, parse_topology(made.topology)).gib < made.memory.taken_gib
     if case != "window":
         asked = made.flops.attention_by_rank
         assert len(asked) == made.mesh["seq"] and max(asked) / min(asked) < 1.02
@@ -155,7 +155,7 @@ def test_the_program_idles_as_the_schedule_says():
     assert pipe.bubble == pytest.approx(1 / 7) and pipe.idle == pytest.approx(pipe.bubble)
     # FLOPs of the compiled program include idle ticks, which do no useful work.
     assert made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
-    assert made.time.hfu < made.flops.hardware_per_step / (parse("h100:1").gpu.bf16 * 1e12 * made.time.step_ms / 1e3)
+    assert made.time.hfu < made.flops.hardware_per_step / (parse_topology("h100:1").gpu.bf16 * 1e12 * made.time.step_ms / 1e3)
     # Queries, keys, values and attention's output of one layer, for the microbatches in flight.
     kept = schedule.slots[2] * 1024 * 2 * (256 + 2 * run.model.num_kv_heads * 64 + 256)
     assert pipe.in_flight == schedule.in_flight and pipe.saved_gib >= kept / GIB
@@ -195,9 +195,9 @@ def test_tokens_go_to_experts_and_back_inside_a_node():
 
 
 def test_layers_of_stages():
-    assert pipeline_moe.layers(Arrangement(10, 4)) == ("0-2", "3-5", "6-7", "8-9")
-    assert pipeline_moe.layers(Arrangement(8, 2, 2)) == ("0-1 4-5", "2-3 6-7")
-    assert pipeline_moe.layers(Arrangement(2, 2)) == ("0", "1")
+    assert pipeline_moe.stage_layers(Arrangement(10, 4)) == ("0-2", "3-5", "6-7", "8-9")
+    assert pipeline_moe.stage_layers(Arrangement(8, 2, 2)) == ("0-1 4-5", "2-3 6-7")
+    assert pipeline_moe.stage_layers(Arrangement(2, 2)) == ("0", "1")
 
 
 def test_ticks_are_counted_by_what_goes_to_a_neighbour():
@@ -227,4 +227,4 @@ def test_the_least_memory_is_below_the_plan_of_one_microbatch(case):
     """A config whose least memory is too high is refused, so it may not exceed the plan's memory."""
     asked = (*ONE_MICROBATCH, *case)
     made = plan("h200:8", *asked)
-    assert least(config(*asked), parse("h200:8")).gib < made.memory.taken_gib
+    assert least_memory(config(*asked), parse_topology("h200:8")).gib < made.memory.taken_gib

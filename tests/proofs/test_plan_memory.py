@@ -18,7 +18,7 @@ from jaxtrain.models.activations import KEPT
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import assignment, buffers, hlo
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 from jaxtrain.step import state
 from jaxtrain.step.memory import taken_gib
 
@@ -46,7 +46,7 @@ def of(name: str):
     """Return (compiled step, its memory without workspaces)."""
     which = ("h200:8", *BASE, *REMAT[name])
     step = compiled(*which)[1]
-    return step, buffers.memory(assignment.read(step.buffers), step.program, module(*which), step.card, NONE)
+    return step, buffers.step_memory(assignment.read_assignment(step.buffers), step.program, module(*which), step.card, NONE)
 
 
 def shards_gib(tree) -> float:
@@ -109,7 +109,7 @@ def test_saved_activations_have_their_names():
     assert memory.saved["mlp_gate"] == STACK * d_ff and memory.saved["k, v"] == 2 * STACK * kv
     assert memory.saved["attention_lse"] > 0
     assert math.isclose(sum(memory.saved.values()), memory.by_class["saved activations"], rel_tol=1e-12)
-    assert {k.name for k in buffers.kept_activations(step.program) if k.offloaded} == {"residual", "mlp_up"}
+    assert {k.name for k in buffers.loop_activations(step.program) if k.offloaded} == {"residual", "mlp_up"}
 
 
 @pytest.mark.more
@@ -131,7 +131,7 @@ def test_a_torn_proto_is_refused():
     step, _ = of("offloaded")
     for torn in (step.buffers[: len(step.buffers) // 2], step.buffers[:-1], b""):
         with pytest.raises(hlo.HloError):
-            assignment.read(torn)
+            assignment.read_assignment(torn)
 
 
 # ---- cuDNN's workspace
@@ -147,8 +147,8 @@ def test_a_workspace_is_what_the_program_says_and_deterministic_kernels_take_mor
     calls = "\n".join(
         line.replace("u8[0]", "u8[777]") if assignment.BACKWARD in line else line for line in step.text.splitlines()
     )
-    said = assignment.read_workspace(hlo.parse(calls), step.chosen.options)
-    assert said.by.startswith("cudnn") and {*said.bytes.values()} == {777} and not said.missing
+    said = assignment.read_workspace(hlo.parse_hlo(calls), step.chosen.options)
+    assert said.by.startswith("cudnn") and {*said.bytes.values()} == {777} and not said.unassigned
 
 
 # ---- Moments on the host
@@ -159,7 +159,7 @@ def on_host() -> Any:
     shape = {"precision": "bf16", "model.d_model": 512, "model.num_heads": 4, "model.d_ff": 1024, "data.seq_len": 1024}
     more = {"model.num_layers": 2, "mesh.fsdp": 8, "dtypes.v": "bf16", "optimizer.offload": "moments"}
     run = helpers.tiny(shape | more)
-    return run, compile_step(run, parse("h200:8"))
+    return run, compile_step(run, parse_topology("h200:8"))
 
 
 def test_a_plan_sees_moments_on_the_host(on_host):
@@ -172,7 +172,7 @@ def test_a_plan_sees_moments_on_the_host(on_host):
     assert analysis.host_argument_size_in_bytes == resting
     assert analysis.host_alias_size_in_bytes == resting  # updated in place
     assert analysis.host_temp_size_in_bytes == 0
-    made = read_plan(step, parse("h200:8"))
+    made = read_plan(step, parse_topology("h200:8"))
     assert made.memory.host_gib == pytest.approx(resting / 2**30)
     assert not made.memory.by_class.keys() & {"first moment", "second moment"}
     copies = [k for k in made.kernels if k.kind == "host"]
@@ -191,7 +191,7 @@ def test_a_step_that_is_too_big_saves_less_until_it_fits():
     """XLA decides whether a step fits: here JAX may use 3.5 GiB of the GPU. remat.policy=auto then saves fewer activations."""
     few = "data.max_segments=2"  # with more documents a row, cuDNN's workspace would not fit
     small = (TWO, "model.vocab_size=4096", "train.memory_fraction=0.025", few, LOOP)
-    step = compile_step(config(*ONE_EACH, "remat.policy=auto", "remat.tensors=", *small), parse("h200:8"))
+    step = compile_step(config(*ONE_EACH, "remat.policy=auto", "remat.tensors=", *small), parse_topology("h200:8"))
     limit = step.card.usable_gib
     assert limit == pytest.approx(0.025 * 139.8, abs=0.02)
     assert frozenset() < activations.kept(step.program.run.remat) < set(KEPT["auto"])

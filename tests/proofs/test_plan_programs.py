@@ -24,18 +24,18 @@ WHOLE_CHUNKS = {"loss.chunk": 64}  # no padding among a device's 128 tokens
 KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
+def read(run: RunConfig) -> tuple[str, dict[str, collectives.CollectiveOp]]:
     """Return the text of a train step for this machine's CPUs, and its collectives with 4 devices a node."""
     text = train_step(run).as_text() or ""
-    return text, collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
+    return text, collectives.read_collectives(hlo.parse_hlo(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
 
 
-def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found]) -> None:
+def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.CollectiveOp]) -> None:
     """Check that the program's FLOPs equal the formula's. On CPUs attention computes all T x T scores, and twice as much
     backward as forward.
     """
     assert program(run).kernel.name == "reference"
-    predicted = roofline.predict(hlo.parse(text), RATES, found)
+    predicted = roofline.predict(hlo.parse_hlo(text), RATES, found)
     assert predicted.flops == pytest.approx(roofline.expected_flops(program(run)), rel=0.01)
 
 
@@ -75,13 +75,16 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
     attention.impl=auto chooses a kernel in XLA.
     """
     asked = "attention.impl=" + ("pallas" if kernel == "pallas" else "auto")
-    run, on = tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}", asked), topology.parse(machine)
+    run, on = (
+        tiny_8b("data.seq_len=2048", "train.global_batch=2", f"remat.policy={policy}", asked),
+        topology.parse_topology(machine),
+    )
     compiled = compile_step(run, on)
     assert compiled.program.kernel.name == kernel
     assert ("__cudnn$fmha" in compiled.text) == (kernel == "cudnn")
     assert ("jaxtrain_attention_forward_causal" in compiled.text) == (kernel == "pallas")
-    module = hlo.parse(compiled.text)
-    wires = collectives.read(module, dict(compiled.program.placement.mesh.shape), 2)
+    module = hlo.parse_hlo(compiled.text)
+    wires = collectives.read_collectives(module, dict(compiled.program.placement.mesh.shape), 2)
     found = roofline.predict(module, RATES, wires)
     assert found.flops == pytest.approx(roofline.expected_flops(compiled.program), rel=0.01)
     assert {"forward", "backward", "optimizer", "loss"} <= {k.op_name.split()[0] for k in found.kernels if k.op_name}

@@ -193,10 +193,10 @@ def test_offloaded_activations_take_no_device_memory():
     three = {"model": {"num_layers": 3}}
     found = jaxtrain.shardings(CONFIG, "h200:8", remat={"policy": "custom", "tensors": "q=keep,mlp_up=offload"}, **three)
     up, q = found["mlp_up"], found["q"]
-    assert (up.saved, up.copies, up.held_bytes) == ("offload", 2, 0)
+    assert (up.saved, up.copies, up.device_bytes) == ("offload", 2, 0)
     # The last layer's backward pass comes at once.
     assert [(r.saved, r.copies) for r in found.filter(name="mlp_up")] == [("offload", 2), ("keep", 1)]
-    assert (q.saved, q.copies, q.held_bytes) == ("keep", 3, 3 * 8192 * 4096 * 2)
+    assert (q.saved, q.copies, q.device_bytes) == ("keep", 3, 3 * 8192 * 4096 * 2)
 
 
 def test_llama3_8b_by_hand():
@@ -206,10 +206,10 @@ def test_llama3_8b_by_hand():
     found = jaxtrain.shardings(CONFIG, "h200:8", **FEW)
     parameters = 8_030_261_248 - 30 * 218_112_000
     assert sum(r.total_bytes or 0 for r in found.filter(kind="parameter")) == 4 * parameters
-    assert sum(r.held_bytes for r in found.filter(kind="parameter")) == 4 * parameters // 8
-    assert sum(r.held_bytes for r in found.filter(kind="moment")) == 2 * 4 * parameters // 8
+    assert sum(r.device_bytes for r in found.filter(kind="parameter")) == 4 * parameters // 8
+    assert sum(r.device_bytes for r in found.filter(kind="moment")) == 2 * 4 * parameters // 8
     assert found["mlp_gate"].bytes_per_device == 8192 * 14336 * 2
-    assert found["mlp_gate"].held_bytes == 2 * 8192 * 14336 * 2
+    assert found["mlp_gate"].device_bytes == 2 * 8192 * 14336 * 2
     # cuDNN stores a log-sum-exp for each of max_segments documents.
     lse = found["attention_lse"]
     assert lse.local_shape[0] >= 32 and lse.local_shape[1:] == (32, 8192)
@@ -272,7 +272,7 @@ def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():
     assert (len(gate.local_shape), gate.local_shape[1]) == (2, 48) and out.local_shape == (8, 64, 4, 8)
     for found, row in ((of_experts, gate), (of_heads, out)):
         assert (row.shape, row.axes, row.sharding, row.total_bytes) == (None, None, None, None)
-        assert row.held_bytes == row.copies * 4 * math.prod(row.local_shape)
+        assert row.device_bytes == row.copies * 4 * math.prod(row.local_shape)
         with pytest.raises(ValueError):
             found.draw(row.name)
 

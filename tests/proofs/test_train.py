@@ -159,7 +159,7 @@ def test_a_run_that_overfits_keeps_its_best(tmp_path: Path) -> None:
     assert {step: meta["held_out_loss"] for step, meta in metas.items()} == {step: losses[step] for step in metas}
     assert runs.receipt(workdir)["start_s"]["eval"] > 0 and runs.receipt(workdir)["held_out"][0]["step"] == 80
     said: list[str] = []
-    exporting.export(str(workdir), tmp_path / "out", say=said.append)
+    exporting.export_model(str(workdir), tmp_path / "out", say=said.append)
     exported = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
     assert np.array_equal(exported, runs.tensors(workdir, 40)["params.embed.embedding"]) and "40" in said[0]
     assert open_origin(str(workdir / "checkpoints")).step == 40 and open_origin(str(workdir / "checkpoints/80")).step == 80

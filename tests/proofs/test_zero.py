@@ -15,11 +15,11 @@ import pytest
 from jaxtrain.data import loading
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.program import build_program
 
-NODE = parse("h200:8")
+NODE = parse_topology("h200:8")
 # Two layers, with every kind of weight that a model can have.
 MODEL = {"model.num_layers": 2, "model.qkv_bias": True, "model.qk_norm": True}
 SMALL = {
@@ -118,7 +118,7 @@ def test_a_stage_communicates_what_it_promises(stage, data):
     assert not loaded.problems, loaded.problems
     step = compile_step(loaded.run, NODE)
     mesh = dict(step.program.placement.mesh.shape)
-    found = [f for f in collectives.read(hlo.parse(step.text), mesh, 8).values() if f.wire_bytes]
+    found = [f for f in collectives.read_collectives(hlo.parse_hlo(step.text), mesh, 8).values() if f.wire_bytes]
 
     w = sizes(step.program.state)
     want = promised(stage, mesh, w, loaded.run.data.seq_len * loaded.run.model.d_model)

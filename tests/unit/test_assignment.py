@@ -68,20 +68,20 @@ A, F, S = assignment.ALLOCATE, assignment.FREE, assignment.SHARE
 )
 def test_peak(events, sizes, around, peak):
     """Memory stays allocated until its last value ends. Scalars of a reduction's function are not in device memory."""
-    read = assignment.read(proto(events, sizes, **around))
+    read = assignment.read_assignment(proto(events, sizes, **around))
     assert peak_bytes(read) == peak
     assert read.allocated == around.get("heap", 0) + around.get("argument", 0)
 
 
 def test_two_heaps_on_the_device_are_refused():
     with pytest.raises(hlo.HloError, match=r"\[0, 1\]"):
-        assignment.read(proto([(A, 1), (A, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
+        assignment.read_assignment(proto([(A, 1), (A, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
 
 
 @pytest.mark.parametrize("event", [(3, 1), (S, 1, 9)])
 def test_an_event_that_is_not_understood_is_refused(event):
     with pytest.raises(hlo.HloError, match=f"kind {event[0]}, value 1"):
-        assignment.read(proto([event], {1: 100}))
+        assignment.read_assignment(proto([event], {1: 100}))
 
 
 # ---- cuDNN's workspace
@@ -103,7 +103,7 @@ def test_workspace_is_held_during_its_call_alone(taken, peak):
     """The workspace is alive only while its call runs, beside a result of 40 bytes. At another time a value of 100 bytes is
     alive. Allocated memory exceeds the peak by GAP, with and without a workspace at the peak.
     """
-    read = assignment.read(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
+    read = assignment.read_assignment(proto(ONE_AFTER_ANOTHER, {1: 100, 2: 40, 3: 70}, heap=100 + GAP), {"i2": taken})
     held = [alive for alive, _ in assignment.replay(read)]
     assert max(held) == peak and held.count(40 + taken) == 1
     assert read.allocated == peak + GAP
@@ -112,6 +112,6 @@ def test_workspace_is_held_during_its_call_alone(taken, peak):
 def test_results_that_share_memory_are_there_before_the_workspace():
     """Values 2 and 3 are results of the same call, so both are alive before its workspace is."""
     events = [(A, 1), (F, 1), (A, 2), (A, 3), (F, 2), (F, 3)]
-    read = assignment.read(proto(events, {1: 100, 2: 40, 3: 30}, instructions={3: 2}), {"i2": 200})
+    read = assignment.read_assignment(proto(events, {1: 100, 2: 40, 3: 30}, instructions={3: 2}), {"i2": 200})
     held = [alive for alive, _ in assignment.replay(read)]
     assert max(held) == 40 + 30 + 200 and held[-1] == 0

@@ -133,7 +133,7 @@ def test_pallas_kernels_lower_for_a_gpu():
     rows and heads are sharded as in models.
     """
     asked, tokens = dataclasses.replace(BF16, head_dim=96, window=77, softcap=3.0), 130
-    mesh = Mesh(np.array(topology.devices(topology.parse("h200:8"))).reshape(4, 2), ("data", "tensor"))
+    mesh = Mesh(np.array(topology.devices(topology.parse_topology("h200:8"))).reshape(4, 2), ("data", "tensor"))
     rows, heads = P("data"), P("data", None, "tensor")
     q, k = (
         jax.ShapeDtypeStruct((4, tokens, n, asked.head_dim), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, heads))

@@ -17,14 +17,14 @@ from jaxtrain.plan.program import assignment, buffers, hlo
 def test_as_many_tokens_as_a_weight_has_rows_make_no_gradient(op_name, kind):
     """With sequences of 8192 tokens and a model dimension of 8192, activations have the shape of a weight."""
     metadata = f'metadata={{op_name="jit(train_step)/{op_name}"}}'
-    module = hlo.parse(
+    module = hlo.parse_hlo(
         "HloModule m, is_scheduled=true\n\n"
         "ENTRY %main (p: bf16[8192,28672]) -> bf16[8192,28672] {\n"
         '  %p = bf16[8192,28672]{1,0} parameter(0), metadata={op_name="x"}\n'
         f"  ROOT %y = bf16[8192,28672]{{1,0}} negate(%p), {metadata}\n"
         "}\n"
     )
-    facts = buffers.Facts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {})
+    facts = buffers.BufferFacts(module, frozenset({(8192, 28672)}), frozenset({(1024, 28672)}), {})
     assert buffers.classify(facts, assignment.Value(8192 * 28672 * 2, "y", ())) == (kind, "")
 
 

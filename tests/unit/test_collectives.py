@@ -12,7 +12,7 @@ MESH = {"data": 2, "fsdp": 4}
 
 def module(line: str, extra: str = "") -> hlo.Module:
     """Return a module whose entry runs one instruction on a parameter %x."""
-    return hlo.parse(
+    return hlo.parse_hlo(
         f"HloModule made, is_scheduled=true, num_partitions=8\n\n"
         "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
         f"  ROOT %c = f32[] add(%a, %b)\n}}\n\n{extra}"
@@ -43,7 +43,7 @@ def module(line: str, extra: str = "") -> hlo.Module:
 )
 def test_replica_groups(groups, axis, group):
     line = f"all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
-    (found,) = collectives.read(module(f"%y = f32[8,16]{{1,0}} {line}"), MESH, 8).values()
+    (found,) = collectives.read_collectives(module(f"%y = f32[8,16]{{1,0}} {line}"), MESH, 8).values()
     assert (found.axis, found.group) == (axis, group)
     assert found.wire_bytes == 2 * (group - 1) / group * 512
 
@@ -77,7 +77,9 @@ def test_what_leaves_a_node_by_hand(gpus_per_node, kind, axis, expected):
     if kind == "collective-permute":
         groups = f"source_target_pairs={pairs[axis]}"
     shape = "f32[2,16]" if kind == "reduce-scatter" else "f32[8,16]"
-    (found,) = collectives.read(module(f"%y = {shape} {kind}(%x), channel_id=1, {groups}"), MESH, gpus_per_node).values()
+    (found,) = collectives.read_collectives(
+        module(f"%y = {shape} {kind}(%x), channel_id=1, {groups}"), MESH, gpus_per_node
+    ).values()
     assert (found.axis, found.network_bytes) == (axis, expected)
     # A ring on two nodes makes one hop between them, and so does a permutation.
     assert found.hops == {"all-reduce": 2}.get(kind, 1) * bool(expected)
@@ -126,7 +128,7 @@ STARTED = "((f32[8,16]{1,0}), f32[2,16]{1,0})"
     ],
 )
 def test_forms_of_a_collective(line, expected):
-    (found,) = collectives.read(module(line, extra=FUSED), MESH, 8).values()
+    (found,) = collectives.read_collectives(module(line, extra=FUSED), MESH, 8).values()
     assert (found.kind, found.dtype, found.axis, found.wire_bytes) == expected
     assert found.instruction == "y" and found.count == 1
 
@@ -150,7 +152,7 @@ BOTH = f"""%both (p: f32[8,16], q: f32[8,16]) -> (f32[2,16], f32[2,16]) {{
 
 def test_a_computation_that_is_called_twice_launches_twice():
     line = "%y = f32[32,16]{1,0} call(%x), to_apply=%again\n  %z = f32[32,16]{1,0} call(%x), to_apply=%again"
-    (found,) = collectives.read(module(line, extra=TWICE), MESH, 8).values()
+    (found,) = collectives.read_collectives(module(line, extra=TWICE), MESH, 8).values()
     assert (found.instruction, found.count, found.wire_bytes) == ("g", 2, 3 * 512)
 
 
@@ -159,10 +161,10 @@ def test_collectives_of_one_launch_are_added_up():
     nodes of 2 GPUs, each GPU sends half of these bytes between nodes.
     """
     line = "%y = (f32[2,16], f32[2,16]) fusion(%x, %x), kind=kCustom, calls=%both"
-    (found,) = collectives.read(module(line, extra=BOTH), MESH, 2).values()
+    (found,) = collectives.read_collectives(module(line, extra=BOTH), MESH, 2).values()
     assert (found.wire_bytes, found.network_bytes, found.dtype, found.f32) == (2 * 384, 2 * 192, "f32", 1.0)
     mixed = f"%z = bf16[4]{{0}} parameter(1)\n  %y = (f32[32,16], bf16[16]) all-gather(%x, %z), {FSDP}"
-    (found,) = collectives.read(module(mixed), MESH, 8).values()
+    (found,) = collectives.read_collectives(module(mixed), MESH, 8).values()
     assert found.f32 == 512 / 520
 
 
@@ -181,9 +183,9 @@ def test_collectives_of_one_launch_are_added_up():
 )
 def test_what_is_not_understood_is_refused(line):
     with pytest.raises(hlo.HloError, match="^y: "):
-        collectives.read(module(f"%y = f32[8,16]{{1,0}} {line}"), MESH, 8)
+        collectives.read_collectives(module(f"%y = f32[8,16]{{1,0}} {line}"), MESH, 8)
 
 
 def test_a_mesh_of_another_size_is_refused():
     with pytest.raises(hlo.HloError, match="'data': 2"):
-        collectives.read(module("%y = f32[8,16]{1,0} negate(%x)"), {"data": 2}, 8)
+        collectives.read_collectives(module("%y = f32[8,16]{1,0} negate(%x)"), {"data": 2}, 8)

@@ -18,11 +18,13 @@ from jaxtrain.train.child import error_line
 
 def program(machine: str = "h200:8", **overrides):
     args = [f"--config.{key.replace('__', '.')}={value}" for key, value in {"model__num_layers": 2, **overrides}.items()]
-    return build_program(loading.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse(machine)))
+    return build_program(
+        loading.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse_topology(machine))
+    )
 
 
 def choose(machine: str = "h200:8", **overrides) -> compiler.XlaOptions:
-    return compiler.choose_options(program(machine, **overrides), compiler.card(topology.parse(machine).memory_gib))
+    return compiler.choose_options(program(machine, **overrides), compiler.card(topology.parse_topology(machine).memory_gib))
 
 
 def test_a_users_options_stand_beside_ours_or_in_their_place():
@@ -42,7 +44,7 @@ def test_the_scheduler_is_given_what_a_run_may_use():
     SLOP is the largest percentage at which this limit is within the usable memory.
     """
     made = program(train__grad_accum=1)
-    card = compiler.card(topology.parse("h200:8").memory_gib)
+    card = compiler.card(topology.parse_topology("h200:8").memory_gib)
     held = compiler.local_bytes(compiler.device_arguments(made)) / 2**30
     spare = compiler.XLA_SHARE * card.memory_gib - held
     limit = held + int(str(compiler.choose_options(made, card).options[compiler.SLOP])) / 100 * spare

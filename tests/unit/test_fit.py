@@ -20,8 +20,8 @@ ONE = ("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat
 GIB = 2**30
 
 
-def of(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> fit.Least:
-    return fit.least(load(*overrides, file=file), machine)
+def of(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> fit.LeastMemory:
+    return fit.least_memory(load(*overrides, file=file), machine)
 
 
 def test_least_memory_by_hand():
@@ -68,7 +68,7 @@ def test_what_is_repeated_grows_as_memory_shrinks():
     """All of a layer's matmuls and attention calls are saved, some of them, only its input, or not even that."""
     plenty, some, few, none = (of(f"train.memory_fraction={f}").repeated for f in (0.9, 0.25, 0.17, 0.1))
     assert plenty == 0 < some < few < 0.34 and math.isinf(none)
-    nodes = topology.parse("h200:8x2")
+    nodes = topology.parse_topology("h200:8x2")
     piped = ("mesh.stage=2", "mesh.fsdp=8", "train.grad_accum=8", "train.global_batch=64", "train.accumulate=auto")
     assert of(*piped, machine=nodes).repeated == pytest.approx((2 - 1) / 8), "the bubble"
     own = of("model.family=helpers:WiderFamily")
@@ -80,7 +80,7 @@ def test_no_golden_plan_is_below_its_least_memory(name):
     """Else a config that fits would be refused."""
     plan = golden_plans.load(golden_plans.path(name))
     loaded = loading.load([f"--config={launch.REPO}/{plan['config']}"])
-    least = fit.least(loaded.run, topology.parse(plan["topology"]))
+    least = fit.least_memory(loaded.run, topology.parse_topology(plan["topology"]))
     assert 0 < least.state_gib < least.gib <= plan["peak_gib"] and math.isfinite(least.repeated)
 
 

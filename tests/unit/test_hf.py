@@ -26,9 +26,9 @@ from jaxtrain.hf import exporting, importing
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.names import Entry, entries, match
-from jaxtrain.hf.parts import Comparison, Difference, largest, ratio
-from jaxtrain.hf.tensor_files import same
+from jaxtrain.hf.names import Entry, match_tensors, model_entries
+from jaxtrain.hf.parts import Difference, ModelComparison, largest_difference, ratio
+from jaxtrain.hf.tensor_files import same_bits
 from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.hf_tensors import HfTensor
@@ -91,22 +91,22 @@ def test_a_tensor_holds_several_arrays(theirs, dtype):
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(part.shape).astype(dtype) for part in parts]
     whole = np.ascontiguousarray(definition(*arrays))
-    assert {part.their_shape for part in parts} == {whole.shape}
+    assert {part.hf_shape for part in parts} == {whole.shape}
     written = None
     for part, x in zip(parts, arrays, strict=True):
         for index in [(slice(None),) * x.ndim, (slice(None),) * (x.ndim - 1) + (slice(1, 3),), (slice(1, 2),) * x.ndim]:
-            assert same(part.to_ours([whole], x.dtype, index), np.ascontiguousarray(x[index]))
-        written = part.to_theirs(x, out=written)
-    assert written is not None and same(written, whole)
+            assert same_bits(part.to_jax([whole], x.dtype, index), np.ascontiguousarray(x[index]))
+        written = part.to_hf(x, out=written)
+    assert written is not None and same_bits(written, whole)
 
 
 def test_pairs_of_the_first_dimensions_become_halves():
     """Of heads of 6 dimensions, 4 are rotated: pairs (0, 1) and (2, 3) in the checkpoint, (0, 2) and (1, 3) in jaxtrain."""
     entry = Entry("", ("x",), HfTensor("x", "N H", "(N H)", interleaved="H"), SIZES)
     theirs = np.arange(24, dtype=np.float32)
-    ours = entry.to_ours([theirs], theirs.dtype, (slice(None), slice(None)))
+    ours = entry.to_jax([theirs], theirs.dtype, (slice(None), slice(None)))
     np.testing.assert_array_equal(ours[1], 6 + np.array([0, 2, 1, 3, 4, 5]))
-    np.testing.assert_array_equal(entry.to_theirs(ours), theirs)
+    np.testing.assert_array_equal(entry.to_hf(ours), theirs)
 
 
 def test_experts_in_mxfp4_are_read(tmp_path):
@@ -257,9 +257,9 @@ def test_experts_in_one_tensor_are_read(tmp_path, name):
     (apart, _), model = open_folder(folder).matched, open_folder(folder).model
     tensors = tensors_of(folder)
     together_ones = re.compile(r"params\.layers\.\d+\.mlp\.(router|gate|up|down)")
-    kept = {e.theirs[0]: tensors[e.theirs[0]] for e in apart.values() if not together_ones.fullmatch(e.ours)}
+    kept = {e.hf_names[0]: tensors[e.hf_names[0]] for e in apart.values() if not together_ones.fullmatch(e.name)}
     for i in range(model.stacked_layers):
-        part = {name: apart[f"params.layers.{i}.mlp.{name}"].theirs for name in ("router", "gate", "up", "down")}
+        part = {name: apart[f"params.layers.{i}.mlp.{name}"].hf_names for name in ("router", "gate", "up", "down")}
         of = {name: np.stack([tensors[x] for x in theirs]) for name, theirs in part.items()}
         block = f"model.layers.{model.dense_layers + i}.mlp."
         kept[block + "experts.gate_up_proj"] = np.concatenate([of["gate"], of["up"]], axis=1)
@@ -294,7 +294,7 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
     for name, wanted in stand_for.items():
         np.testing.assert_array_equal(opened.read(name), wanted)
     down = found["params.layers.0.mlp.down"]
-    assert opened.tensors[down.theirs[0]].holds == ml_dtypes.bfloat16
+    assert opened.tensors[down.hf_names[0]].holds == ml_dtypes.bfloat16
     gone = next(iter(stand_for)) + "_scale_inv"
     save_file({k: v for k, v in tensors.items() if k != gone}, folder / "model.safetensors")
     with pytest.raises(HuggingFaceError, match=gone):
@@ -316,7 +316,7 @@ def test_special_tensors_of_routed_models(tmp_path, name):
     save_file(tensors | extra, folder / "model.safetensors")
     assert open_folder(folder).matched[1].keys() == extra.keys()
     importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", print)
-    exporting.export(str(tmp_path / "ours"), tmp_path / "back", say=print)
+    exporting.export_model(str(tmp_path / "ours"), tmp_path / "back", say=print)
     back = tensors_of(tmp_path / "back")
     assert back.keys() == tensors.keys() and all(back[k].dtype == tensors[k].dtype for k in back)
     assert np.array_equal(back[bias], tensors[bias])
@@ -548,9 +548,9 @@ PARAMETERS = {
 def test_the_first_part_that_differs_is_named():
     """The first part in the order of the model counts, a NaN is a difference, and logits alone may differ too."""
 
-    def found(*parts: tuple[float, float, float], logits: float = 0.0) -> Comparison:
+    def found(*parts: tuple[float, float, float], logits: float = 0.0) -> ModelComparison:
         each = tuple(Difference(f"part {i}", *x, "w", 0) for i, x in enumerate(parts))
-        return Comparison(each, "", logits, 0.0, 1.0, 1.0, ())
+        return ModelComparison(each, "", logits, 0.0, 1.0, 1.0, ())
 
     same, nan = (1e-6, 1e-6, 1e-6), float("nan")
     assert found(same, same).first(1e-3) == ""
@@ -560,7 +560,7 @@ def test_the_first_part_that_differs_is_named():
     assert found(same, logits=0.5).first(1e-3) and found(same, logits=nan).first(1e-3)
     assert ratio(np.float32(nan), 1.0) != 0 and ratio(1.0, 0.0) == float("inf") and ratio(0.0, 0.0) == 0
     theirs = np.full((1, 4, 2), 10.0)  # of which the part adds 1
-    assert largest(theirs + np.eye(4)[:, :2], theirs, np.full((1, 4, 2), 1.0)) == pytest.approx(0.5**0.5)
+    assert largest_difference(theirs + np.eye(4)[:, :2], theirs, np.full((1, 4, 2), 1.0)) == pytest.approx(0.5**0.5)
 
 
 def test_presets_have_the_published_sizes(capsys):
@@ -584,18 +584,18 @@ def test_presets_are_exported_and_read_back(name):
         params = make_definition(run, zero, Kernel("reference", ())).abstract
         placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(zero.placement)), params)
         ours = {k: a.shape for k, a in abstract_tensors(TrainState(None, placed, ())).items()}
-        assert {k: e.shape for k, e in entries(run.model).items()} == ours
+        assert {k: e.shape for k, e in model_entries(run.model).items()} == ours
 
 
 def test_qwens_tensors_of_multi_token_prediction_are_left_out():
     """Entries of a layer are those of its kind. Tensors mtp.* are unused, and said."""
     model = model_of(hugging_face.settings("qwen3_next"))
-    wanted = entries(model)
-    shapes = {name: entry.their_shape for entry in wanted.values() for name in entry.theirs}
+    wanted = model_entries(model)
+    shapes = {name: entry.hf_shape for entry in wanted.values() for name in entry.hf_names}
     assert "model.layers.0.linear_attn.A_log" in shapes and "model.layers.0.self_attn.q_proj.weight" not in shapes
     assert "model.layers.1.self_attn.q_proj.weight" in shapes and "model.layers.1.linear_attn.A_log" not in shapes
-    assert match(wanted, shapes, "", model) == {}
-    assert [*match(wanted, shapes | {"mtp.fc.weight": (8, 16)}, "", model)] == ["mtp.fc.weight"]
+    assert match_tensors(wanted, shapes, "", model) == {}
+    assert [*match_tensors(wanted, shapes | {"mtp.fc.weight": (8, 16)}, "", model)] == ["mtp.fc.weight"]
 
 
 def test_layers_with_delta_nets_are_counted_where_no_list_names_them():

@@ -18,7 +18,7 @@ from jaxtrain.plan.program import hlo
     ],
 )
 def test_sizes(text, size):
-    module = hlo.parse(f"HloModule m\n\nENTRY %e () -> f32[] {{\n  ROOT %y = {text} custom-call()\n}}\n")
+    module = hlo.parse_hlo(f"HloModule m\n\nENTRY %e () -> f32[] {{\n  ROOT %y = {text} custom-call()\n}}\n")
     assert sum(leaf.bytes for leaf in hlo.leaves(module.entry.root.type)) == size
 
 
@@ -33,7 +33,7 @@ def test_a_source_is_relative_to_the_package_however_it_was_imported():
         tables += "FileLocations\n1 {file_name_id=1 function_name_id=1 line=39}\n\n"
         tables += "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n\n"
         entry = "ENTRY %e () -> f32[] {\n  ROOT %y = f32[] custom-call(), metadata={stack_frame_id=1}\n}\n"
-        assert hlo.parse(f"HloModule m\n\n{tables}{entry}").entry.root.source == "jaxtrain/kernels/dot.py:39"
+        assert hlo.parse_hlo(f"HloModule m\n\n{tables}{entry}").entry.root.source == "jaxtrain/kernels/dot.py:39"
 
 
 # ---- Loops
@@ -107,7 +107,7 @@ KNOWN = ', backend_config={"known_trip_count":{"n":"7"},"dynamic_variables":[]}'
     ],
 )
 def test_trip_count(text, count):
-    module = hlo.parse(text)
+    module = hlo.parse_hlo(text)
     assert hlo.trip_count(module, module.entry.by_name["while.1"]) == count
 
 
@@ -115,7 +115,7 @@ def test_the_host_waits_for_loops_of_unknown_length_and_for_branches(monkeypatch
     monkeypatch.setattr(hlo, "_MOST_TRIPS", 100)
 
     def waits(text, **how):
-        return {i.name: times for i, times in hlo.host_waits(hlo.parse(text, **how))}
+        return {i.name: times for i, times in hlo.host_waits(hlo.parse_hlo(text, **how))}
 
     assert waits(loop(KNOWN)) == {"chosen": 7}  # each of the loop's rounds, and not its end
     assert waits(loop()) == {"while.1": 5, "chosen": 4}  # 4 rounds and the end
@@ -123,7 +123,7 @@ def test_the_host_waits_for_loops_of_unknown_length_and_for_branches(monkeypatch
     further = loop(SCOPE, bound="add(%k, %k)")
     assert waits(further)["while.1"] == 1
     assert waits(further, further_rounds=2) == {"while.1": 3, "chosen": 2}
-    module = hlo.parse(further, further_rounds=2)
+    module = hlo.parse_hlo(further, further_rounds=2)
     assert hlo.trip_count(module, module.entry.by_name["while.1"]) == 2
 
 
@@ -132,7 +132,7 @@ SCOPE = ', metadata={op_name="jit(train_step)/jvp(layers)/mlp/experts/further_ro
 
 def test_walk_multiplies_loops_out():
     def times(text):
-        return {i.name: (times, loops) for i, _, times, loops in hlo.walk(hlo.parse(text))}
+        return {i.name: (times, loops) for i, _, times, loops in hlo.walk(hlo.parse_hlo(text))}
 
     known = times(loop(KNOWN))
     assert known["while.1"] == (1, ()) and known["last"] == (1, ())
@@ -148,7 +148,7 @@ def test_walk_multiplies_loops_out():
 @pytest.mark.parametrize("part", [{"start": "add(%given, %given)"}, {"bound": "add(%k, %k)"}, {"step": "constant(0)"}])
 def test_a_loop_whose_count_is_not_known_is_named(part, monkeypatch):
     monkeypatch.setattr(hlo, "_MOST_TRIPS", 100)
-    module = hlo.parse(loop(**part))
+    module = hlo.parse_hlo(loop(**part))
     with pytest.raises(hlo.HloError, match=r"while\.1"):
         list(hlo.walk(module))
 
@@ -181,4 +181,4 @@ ENTRY = "HloModule m\n\nENTRY %e (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} param
 )
 def test_what_cannot_be_read_is_refused(text, where):
     with pytest.raises(hlo.HloError, match=where):
-        hlo.parse(text)
+        hlo.parse_hlo(text)

@@ -62,22 +62,22 @@ def test_adapters_stand_beside_the_base_they_were_trained_with(monkeypatch):
     def resumed(init_from: str, base: str = "", gone: bool = False) -> str:
         known = origins if gone else origins | {"/there/checkpoints/4": False}
         opened = {name: SimpleNamespace(adapters=adapters) for name, adapters in known.items()}
-        monkeypatch.setattr(lora, "opened", opened.get)
+        monkeypatch.setattr(lora, "try_open", opened.get)
         return lora.base_on_resume(meta, schema.Init(init_from, base))
 
     assert lora.base_path(meta) == resumed("there") == resumed("") == resumed("adapters") == "/there/checkpoints/4"
     assert resumed("moved") == resumed("there", "moved") == resumed("adapters", "moved") == "moved"
     assert resumed("there", gone=True) == "there", "the whole folder was moved"
     assert resumed("nowhere") == "nowhere", "a wrong path is not ignored"
-    lora.check_same(meta, "moved", "abc")
+    lora.check_base_digest(meta, "moved", "abc")
     with pytest.raises(CheckpointError):
-        lora.check_same(meta, "moved", "abd")
+        lora.check_base_digest(meta, "moved", "abd")
     with pytest.raises(CheckpointError):
         lora.base_path(meta | {"base": None})
 
 
 def test_merged_gives_the_weights_one_by_one(tensors):
-    found = dict(lora.merged(tensors, ALPHA / RANK))
+    found = dict(lora.merge_adapters(tensors, ALPHA / RANK))
     assert found.keys() == {k for k in tensors if not is_adapter(k)}
     for name, x in found.items():
         module, _, weight = name.rpartition(".")
@@ -88,9 +88,9 @@ def test_merged_gives_the_weights_one_by_one(tensors):
         np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-7, err_msg=name)
     half = {k: v for k, v in tensors.items() if not k.endswith("1.mlp.lora.up_b")}
     with pytest.raises(ValueError, match=r"params.layers.1.mlp.up.*up_b"):
-        dict(lora.merged(half, 1.0))
+        dict(lora.merge_adapters(half, 1.0))
     with pytest.raises(ValueError, match=r"params.layers.0.mlp.lora.gate_a"):
-        dict(lora.merged({k: v for k, v in tensors.items() if k != "params.layers.0.mlp.gate"}, 1.0))
+        dict(lora.merge_adapters({k: v for k, v in tensors.items() if k != "params.layers.0.mlp.gate"}, 1.0))
 
 
 def test_the_base_rests_in_the_compute_dtype_and_adapters_do_not():
@@ -228,7 +228,7 @@ def ours(tensors):
 
 
 def _written(tensors, folder, more):
-    peft.write(folder, ours(tensors), MODEL_CONFIG, HOW, "the base")
+    peft.write_adapter(folder, ours(tensors), MODEL_CONFIG, HOW, "the base")
     path = folder / peft.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
     return folder
@@ -236,7 +236,7 @@ def _written(tensors, folder, more):
 
 def test_to_peft_and_back(tensors, tmp_path):
     adapters, folder = ours(tensors), tmp_path / "peft"
-    written = peft.write(folder, adapters, MODEL_CONFIG, HOW, "the base")
+    written = peft.write_adapter(folder, adapters, MODEL_CONFIG, HOW, "the base")
     assert len(written) == len(adapters)
     theirs = load_file(folder / peft.TENSORS)
     q = "base_model.model.model.layers.1.self_attn."
@@ -249,12 +249,12 @@ def test_to_peft_and_back(tensors, tmp_path):
     wide = theirs[q + "q_proj.lora_B.weight"] @ (theirs[q + "q_proj.lora_A.weight"] @ x)
     np.testing.assert_allclose(wide, mine.reshape(-1), rtol=1e-5, atol=1e-7)
     assert json.loads((folder / peft.CONFIG).read_text())["base_model_name_or_path"] == "the base"
-    settings, back, notes = peft.read(folder, MODEL_CONFIG)
+    settings, back, notes = peft.read_adapter(folder, MODEL_CONFIG)
     assert (settings.rank, settings.alpha, set(settings.targets.split(","))) == (RANK, ALPHA, set(DELTA)) and not notes
     assert back.keys() == adapters.keys()
     assert all(np.array_equal(back[k], adapters[k]) for k in adapters)
     with pytest.raises(HuggingFaceError, match=str(folder)):
-        peft.write(folder, adapters, MODEL_CONFIG, HOW, "")
+        peft.write_adapter(folder, adapters, MODEL_CONFIG, HOW, "")
 
 
 FUSED = {"qkv_proj": ("wq", "wk", "wv"), "gate_up_proj": ("gate", "up")}
@@ -266,7 +266,7 @@ def test_weights_of_one_module_in_peft(tensors, targets, tmp_path):
     model = dataclasses.replace(MODEL_CONFIG, family="phi3")
     how = dataclasses.replace(HOW, targets=targets)
     mine = {name: x for name, x in ours(tensors).items() if peft.weight_of(name) in targets.split(",")}
-    peft.write(tmp_path, mine, model, how, "")
+    peft.write_adapter(tmp_path, mine, model, how, "")
     settings, theirs = json.loads((tmp_path / peft.CONFIG).read_text()), load_file(tmp_path / peft.TENSORS)
     for module, weights in FUSED.items():
         (key,) = (key for key in settings["rank_pattern"] if re.fullmatch(rf"(.*\.)?({key})", f"model.layers.1.x.{module}"))
@@ -279,13 +279,13 @@ def test_weights_of_one_module_in_peft(tensors, targets, tmp_path):
             adapted = weight in targets.split(",")
             wanted.append(adapted * ALPHA / RANK * np.einsum(DELTA[weight], own_a, own_b).reshape(32, -1).T)
         np.testing.assert_allclose(scale * b @ a, np.concatenate(wanted), rtol=1e-4, atol=1e-7)
-    back, found, _ = peft.read(tmp_path, model)
+    back, found, _ = peft.read_adapter(tmp_path, model)
     assert set(back.targets.split(",")) == set(targets.split(",")) and found.keys() == mine.keys()
     assert all(np.array_equal(found[name], mine[name]) for name in mine)
     theirs[next(name for name in theirs if "qkv_proj.lora_B" in name)][:] = 1
     save_file(theirs, tmp_path / peft.TENSORS)
     with pytest.raises(HuggingFaceError, match="lora_B|wq"):
-        peft.read(tmp_path, model)
+        peft.read_adapter(tmp_path, model)
 
 
 def test_pefts_own_adapter_of_several_weights(tmp_path):
@@ -299,7 +299,7 @@ def test_pefts_own_adapter_of_several_weights(tmp_path):
     save_file(tensors, tmp_path / peft.TENSORS)
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["qkv_proj"]}
     (tmp_path / peft.CONFIG).write_text(json.dumps(settings))
-    how, found, notes = peft.read(tmp_path, model)
+    how, found, notes = peft.read_adapter(tmp_path, model)
     assert (how.targets, how.rank, how.alpha, notes) == ("wq,wk,wv", RANK, ALPHA, [])
     a, b = (tensors[f"base_model.model.model.layers.1.self_attn.qkv_proj.lora_{half}.weight"] for half in "AB")
     of_layer = {
@@ -315,7 +315,7 @@ def test_pefts_own_adapter_of_several_weights(tmp_path):
     ):
         (tmp_path / peft.CONFIG).write_text(json.dumps(settings | wrong))
         with pytest.raises(HuggingFaceError, match="qkv_proj|rank_pattern"):
-            peft.read(tmp_path, model)
+            peft.read_adapter(tmp_path, model)
 
 
 def test_what_does_not_fit_is_named(tensors, tmp_path):
@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_named(tensors, tmp_path):
     def refused(changed, words):
         save_file(changed, tmp_path / peft.TENSORS)
         with pytest.raises(HuggingFaceError, match=words):
-            peft.read(tmp_path, MODEL_CONFIG)
+            peft.read_adapter(tmp_path, MODEL_CONFIG)
 
     refused({k: v for k, v in theirs.items() if k != one}, re.escape(one))
     refused(theirs | {"base_model.model.lm_head.lora_A.weight": theirs[one]}, "lm_head.lora_A.weight")
@@ -340,10 +340,10 @@ def test_settings_of_peft_that_change_the_model_are_refused(tensors, tmp_path):
     refused |= {"init_lora_weights": "pissa", "something_new": 1, "peft_type": "IA3"}
     for key, value in refused.items():
         with pytest.raises(HuggingFaceError, match=key):
-            peft.read(_written(tensors, tmp_path / key, {key: value}), MODEL_CONFIG)
+            peft.read_adapter(_written(tensors, tmp_path / key, {key: value}), MODEL_CONFIG)
     for key, value in (("r", 4.7), ("r", 0), ("r", True), ("lora_alpha", 0), ("lora_alpha", -3), ("lora_alpha", "8")):
         with pytest.raises(HuggingFaceError, match=f"{key} = "):
-            peft.read(_written(tensors, tmp_path / f"{key}{value}", {key: value}), MODEL_CONFIG)
+            peft.read_adapter(_written(tensors, tmp_path / f"{key}{value}", {key: value}), MODEL_CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -360,15 +360,15 @@ def test_a_damaged_config_of_peft_is_named(tensors, tmp_path, change):
     made = change(file.read_text().strip())
     file.write_bytes(made if isinstance(made, bytes) else made.encode())
     with pytest.raises(HuggingFaceError, match=str(file)):
-        peft.read(file.parent, MODEL_CONFIG)
+        peft.read_adapter(file.parent, MODEL_CONFIG)
 
 
 def test_rslora_goes_to_peft_and_back(tensors, tmp_path):
     """The scale is alpha / sqrt(rank) (Kalajdzievski 2023)."""
-    settings, _, notes = peft.read(_written(tensors, tmp_path, {"use_rslora": True}), MODEL_CONFIG)
+    settings, _, notes = peft.read_adapter(_written(tensors, tmp_path, {"use_rslora": True}), MODEL_CONFIG)
     assert settings == dataclasses.replace(HOW, rslora=True, targets=settings.targets) and not notes
     assert settings.scale == pytest.approx(ALPHA / RANK**0.5) and HOW.scale == pytest.approx(ALPHA / RANK)
-    peft.write(tmp_path / "back", ours(tensors), MODEL_CONFIG, settings, "")
+    peft.write_adapter(tmp_path / "back", ours(tensors), MODEL_CONFIG, settings, "")
     assert json.loads((tmp_path / "back" / peft.CONFIG).read_text())["use_rslora"] is True
 
 
@@ -396,7 +396,7 @@ def deltas(how, tensors, i, weight):
 
 def test_merged_experts(of_experts):
     how, _, tensors = of_experts
-    found = dict(lora.merged(tensors, how.scale))
+    found = dict(lora.merge_adapters(tensors, how.scale))
     for i, weight in itertools.product(range(2), ("gate", "up", "down")):
         name = f"params.layers.{i}.mlp.{weight}"
         np.testing.assert_allclose(found[name], tensors[name] + deltas(how, tensors, i, weight), rtol=1e-5, atol=1e-7)
@@ -405,7 +405,7 @@ def test_merged_experts(of_experts):
 def test_experts_in_peft(of_experts, tmp_path):
     """PEFT's delta of gate_up_proj and down_proj, by the einsum in its ParamWrapper, is ours. gate's part is first."""
     how, model, tensors = of_experts
-    peft.write(tmp_path, ours(tensors), model, how, "")
+    peft.write_adapter(tmp_path, ours(tensors), model, how, "")
     settings, theirs = json.loads((tmp_path / peft.CONFIG).read_text()), load_file(tmp_path / peft.TENSORS)
     assert settings["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert settings["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
@@ -420,7 +420,7 @@ def test_experts_in_peft(of_experts, tmp_path):
         wanted = [deltas(how, tensors, 1, weight) for weight in weights]
         wanted = wanted[0] if weights == ("down",) else np.concatenate(wanted, 2).swapaxes(1, 2)
         np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-6)
-    back, found, _ = peft.read(tmp_path, model)
+    back, found, _ = peft.read_adapter(tmp_path, model)
     assert back == dataclasses.replace(how, targets=back.targets, experts="each")
     if how.experts == "each":
         assert found.keys() == ours(tensors).keys() and all(np.array_equal(found[k], tensors[k]) for k in found)
@@ -429,14 +429,14 @@ def test_experts_in_peft(of_experts, tmp_path):
 def test_other_ranks_of_experts_are_refused(of_experts, tmp_path):
     """Those of an export are read, and no other ranks, alphas, patterns or full matrices b of the wider rank."""
     how, model, tensors = of_experts
-    peft.write(tmp_path, ours(tensors), model, how, "")
+    peft.write_adapter(tmp_path, ours(tensors), model, how, "")
     config, theirs = (tmp_path / peft.CONFIG).read_text(), load_file(tmp_path / peft.TENSORS)
 
     def refused(settings, tensors, words):
         (tmp_path / peft.CONFIG).write_text(json.dumps(json.loads(config) | settings))
         save_file(tensors, tmp_path / peft.TENSORS)
         with pytest.raises(HuggingFaceError, match=words):
-            peft.read(tmp_path, model)
+            peft.read_adapter(tmp_path, model)
 
     pattern = next(iter(json.loads(config)["rank_pattern"]))
     refused({"rank_pattern": {"q_proj": 6}}, theirs, "rank_pattern")
@@ -456,8 +456,8 @@ def test_other_ranks_of_experts_are_refused(of_experts, tmp_path):
 def test_one_half_of_gate_up_proj_comes_back_alone(of_experts, half, tmp_path):
     how, model, tensors = of_experts
     alone = {name: x for name, x in ours(tensors).items() if peft.weight_of(name) == half}
-    peft.write(tmp_path, alone, model, dataclasses.replace(how, targets=half), "")
-    back, found, notes = peft.read(tmp_path, model)
+    peft.write_adapter(tmp_path, alone, model, dataclasses.replace(how, targets=half), "")
+    back, found, notes = peft.read_adapter(tmp_path, model)
     assert back.targets == half and found.keys() == alone.keys() and len(notes) == 1
 
 

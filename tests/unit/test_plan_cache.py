@@ -8,9 +8,9 @@ from made_plans import H200, RATES, load, made, plan_inline
 
 from jaxtrain.plan import search_cache, search_parallel, topology
 from jaxtrain.plan.result import Rates
-from jaxtrain.plan.search_cache import Cache, Outcome, Request
+from jaxtrain.plan.search_cache import PlanCache, PlanOutcome, Request
 
-PLAN = Outcome(made(load(), H200, 1.0, 2.0), "planned")
+PLAN = PlanOutcome(made(load(), H200, 1.0, 2.0), "planned")
 
 
 def planned(*overrides: str, **how) -> Request:
@@ -18,7 +18,7 @@ def planned(*overrides: str, **how) -> Request:
 
 
 def test_a_search_again_plans_nothing_but_what_was_damaged(tmp_path, monkeypatch):
-    kept, started = Cache(tmp_path), plan_inline(monkeypatch)
+    kept, started = PlanCache(tmp_path), plan_inline(monkeypatch)
     requests = {i: planned(f"loss.chunk={256 * i}") for i in (1, 2, 3)}
 
     def plans():
@@ -36,7 +36,7 @@ def test_a_search_again_plans_nothing_but_what_was_damaged(tmp_path, monkeypatch
 
 
 def test_key_holds_what_matters_and_nothing_else(tmp_path, monkeypatch):
-    kept = Cache(tmp_path)
+    kept = PlanCache(tmp_path)
 
     def path(*overrides, **how):
         return kept.path(planned(*overrides, **how), "by")
@@ -47,7 +47,7 @@ def test_key_holds_what_matters_and_nothing_else(tmp_path, monkeypatch):
     for override in (*same, *other):
         assert (path(override) == first) == (override in same), override
     assert path(name="another", overrides=("a=b",)) == first
-    assert path(topology=topology.parse("h200:4x2")) != first
+    assert path(topology=topology.parse_topology("h200:4x2")) != first
     slower: Rates = dataclasses.replace(RATES, gemm_tflops=500.0)
     assert path(rates=slower) != path(rates=RATES)
     monkeypatch.setattr(search_cache, "_digest_of_module", lambda name: "other code")
@@ -62,14 +62,14 @@ def test_own_code_is_part_of_the_key(tmp_path, monkeypatch):
     file = tmp_path / "my_loss_for_the_key.py"
     file.write_text("def loss(*a): return 1")
     request = planned("loss.name=my_loss_for_the_key:loss")
-    first = Cache(tmp_path).path(request, "by")
+    first = PlanCache(tmp_path).path(request, "by")
     file.write_text("def loss(*a): return 2")
-    assert Cache(tmp_path).path(request, "by") != first
+    assert PlanCache(tmp_path).path(request, "by") != first
 
 
 @pytest.mark.parametrize("damage", ["", "cut", '{"format": 0}'])
 def test_a_damaged_entry_counts_as_none_with_a_warning(tmp_path, caplog, damage):
-    kept, request = Cache(tmp_path), planned()
+    kept, request = PlanCache(tmp_path), planned()
     kept.put(request, "by", PLAN)
     path = kept.path(request, "by")
     whole = path.read_bytes()
@@ -81,12 +81,12 @@ def test_a_damaged_entry_counts_as_none_with_a_warning(tmp_path, caplog, damage)
 
 def test_plans_and_errors_of_planning_are_kept_whole(tmp_path):
     """Plans and errors of planning are cached. A crash or a lack of memory may happen by chance, so it is not cached."""
-    kept, request = Cache(tmp_path), planned()
+    kept, request = PlanCache(tmp_path), planned()
     for kind in ("crashed", "out of memory", "out of time", "stopped"):
-        kept.put(request, "by", Outcome(None, kind, "no"))
+        kept.put(request, "by", PlanOutcome(None, kind, "no"))
     assert kept.get(request, "by") is None
     kept.put(request, "by", PLAN)
     assert [p.name for p in tmp_path.iterdir()] == [kept.path(request, "by").name]
-    assert kept.get(request, "by") == Outcome(request.label(PLAN.plan), "cached")
-    kept.put(request, "other", Outcome(None, "failed", "no such layout"))
+    assert kept.get(request, "by") == PlanOutcome(request.label(PLAN.plan), "cached")
+    kept.put(request, "other", PlanOutcome(None, "failed", "no such layout"))
     assert kept.get(request, "other").reason.startswith("no such layout")

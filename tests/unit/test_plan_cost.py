@@ -11,11 +11,11 @@ from sample_plan import sample
 from jaxtrain.config.counts import read_count
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.plan import cost, topology
-from jaxtrain.plan.cost import Asked, Cost, daly, estimate, wall, young
+from jaxtrain.plan.cost import Cost, CostOptions, daly_interval, estimate_cost, wall_time, young_interval
 from jaxtrain.report.plan_run import run_section
 from jaxtrain.report.tables import print_sections, printed
 
-NODE = topology.parse("h200:8")
+NODE = topology.parse_topology("h200:8")
 MINUTE, DAY = 60.0, 86_400.0
 CHECKPOINT = 400 * 10**9  # one second of copies at 50 GB/s of each of 8 GPUs
 
@@ -46,24 +46,24 @@ def test_texts_that_are_no_count(text):
 @pytest.mark.parametrize(("between", "best"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
 def test_the_best_intervals_of_dalys_paper(between, best):
     """Figures 3 to 5 of Daly 2006: saves of 5 minutes, and failures 24 h, 6 h and 15 min apart."""
-    assert daly(5 * MINUTE, between * MINUTE) / MINUTE == pytest.approx(best, rel=0.006)
+    assert daly_interval(5 * MINUTE, between * MINUTE) / MINUTE == pytest.approx(best, rel=0.006)
 
 
 def test_formulas_by_hand():
     # d = 2 s, M = 100 s: sqrt(400) = 20; 20 (1 + 0.1 / 3 + 0.01 / 9) - 2 = 18.6889
-    assert young(2.0, 100.0) == 20.0
-    assert daly(2.0, 100.0) == pytest.approx(18.68889, abs=1e-5)
-    assert daly(200.0, 100.0) == 100.0  # a save of 2 M or more
+    assert young_interval(2.0, 100.0) == 20.0
+    assert daly_interval(2.0, 100.0) == pytest.approx(18.68889, abs=1e-5)
+    assert daly_interval(200.0, 100.0) == 100.0  # a save of 2 M or more
     # 100 e^0.3 (e^0.2 - 1) 1000 / 18 = 1660.35
-    assert wall(1000.0, 18.0, 2.0, 30.0, 100.0) == pytest.approx(1660.35, abs=0.01)
-    assert wall(1e9, 1e6, 1.0, 1.0, 1.0) == math.inf
+    assert wall_time(1000.0, 18.0, 2.0, 30.0, 100.0) == pytest.approx(1660.35, abs=0.01)
+    assert wall_time(1e9, 1e6, 1.0, 1.0, 1.0) == math.inf
 
 
 @pytest.mark.parametrize("between_s", [600.0, 86_400.0, 1e7])
 def test_no_other_interval_is_faster(between_s):
-    best = daly(3.0, between_s)
-    least = wall(1e6, best, 3.0, 100.0, between_s)
-    assert all(wall(1e6, best * factor, 3.0, 100.0, between_s) >= least * (1 - 1e-6) for factor in (0.5, 0.8, 1.25, 2.0))
+    best = daly_interval(3.0, between_s)
+    least = wall_time(1e6, best, 3.0, 100.0, between_s)
+    assert all(wall_time(1e6, best * factor, 3.0, 100.0, between_s) >= least * (1 - 1e-6) for factor in (0.5, 0.8, 1.25, 2.0))
 
 
 def made(
@@ -72,7 +72,7 @@ def made(
     """Return the run of a plan with steps of 65,536 tokens that take 0.8 to 1 s, compiled in 5 s."""
     time = dataclasses.replace(sample().time, step_ms=700.0, expected_step_ms=(800.0, 1000.0) if expected else None)
     plan = sample(time=time, compile_s=5.0)
-    return estimate(plan, config(*overrides), machine, CHECKPOINT, Asked(tokens, **asked))
+    return estimate_cost(plan, config(*overrides), machine, CHECKPOINT, CostOptions(tokens, **asked))
 
 
 def test_a_run_by_hand():
@@ -120,7 +120,7 @@ def test_the_interval_of_the_config_is_compared():
 def test_defaults():
     """Llama 3's failures, and a gigabyte a second of each node."""
     assert round(419 / 54 / 16_384 * 1000, 2) == cost.FAILURES
-    found = made(machine=topology.parse("h200:8x4"))
+    found = made(machine=topology.parse_topology("h200:8x4"))
     assert found.gpus == 32 and found.write_s == 100.0
     assert found.between_failures_s == pytest.approx(1000 * DAY / 0.47 / 32)
     assert found.ends[0].money is None

@@ -9,8 +9,8 @@ from sample_plan import sample
 
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.plan import diff as plan_diff
-from jaxtrain.plan.diff import Diff, Row, diff, read
-from jaxtrain.plan.result import Collective, Kernel, Plan, to_json
+from jaxtrain.plan.diff import Diff, DiffRow, diff, read_plan_file
+from jaxtrain.plan.result import Collective, KernelSummary, Plan, to_json
 from jaxtrain.report.plan_diff import print_diff
 from jaxtrain.report.tables import printed
 
@@ -23,18 +23,18 @@ def gather(line: int, ms: float, exposed: float, gib: float = 1.0, **changes: An
     return dataclasses.replace(made, **changes)
 
 
-def gemm(line: int, ms: float, name: str = "forward mlp/BTD,DF->BTF") -> Kernel:
-    return Kernel("gemm", name, f"jaxtrain/models/x.py:{line}", 32, ms, 1.0, 2.0)
+def gemm(line: int, ms: float, name: str = "forward mlp/BTD,DF->BTF") -> KernelSummary:
+    return KernelSummary("gemm", name, f"jaxtrain/models/x.py:{line}", 32, ms, 1.0, 2.0)
 
 
-def with_step(*parts: Collective | Kernel, **changes: Any) -> Plan:
+def with_step(*parts: Collective | KernelSummary, **changes: Any) -> Plan:
     """Return the sample plan with only these collectives and kernels. Its step takes 709 ms and allocates 40.8 GiB."""
     collectives = tuple(part for part in parts if isinstance(part, Collective))
-    kernels = tuple(part for part in parts if isinstance(part, Kernel))
+    kernels = tuple(part for part in parts if isinstance(part, KernelSummary))
     return sample(collectives=collectives, kernels=kernels, **changes)
 
 
-def only(found: Diff) -> Row:
+def only(found: Diff) -> DiffRow:
     assert len(found.rows) == 1 and not found.smaller, found
     return found.rows[0]
 
@@ -68,9 +68,9 @@ def test_a_collective_that_came_and_one_that_went():
     came = only(diff(a, b))
     assert (came.change, came.before, came.source) == ("came", None, "jaxtrain/models/x.py:10")
     assert (came.key.what, came.key.name, came.key.dtype, came.key.axis) == ("collective", "all-gather", "bf16", "fsdp")
-    assert (came.more("ms"), came.more("link_ms"), came.more("bytes")) == (5.0, 20.0, 2 * 2**30)
+    assert (came.increase("ms"), came.increase("link_ms"), came.increase("bytes")) == (5.0, 20.0, 2 * 2**30)
     went = only(diff(b, a))
-    assert (went.change, went.after, went.more("ms"), went.source) == ("went", None, -5.0, came.source)
+    assert (went.change, went.after, went.increase("ms"), went.source) == ("went", None, -5.0, came.source)
 
 
 def test_a_collective_of_another_dtype_is_another_one():
@@ -80,7 +80,7 @@ def test_a_collective_of_another_dtype_is_another_one():
 
 def test_a_collective_that_is_overlapped_counts_by_its_time_on_the_link():
     row = only(diff(with_step(), with_step(gather(10, 20.0, 0.0))))
-    assert (row.change, row.more("ms"), row.more("link_ms")) == ("came", 0.0, 20.0)
+    assert (row.change, row.increase("ms"), row.increase("link_ms")) == ("came", 0.0, 20.0)
 
 
 def test_parts_of_one_key_are_summed_and_the_line_that_grew_is_named():
@@ -89,7 +89,7 @@ def test_parts_of_one_key_are_summed_and_the_line_that_grew_is_named():
     assert (row.change, row.source) == ("grew", "jaxtrain/models/x.py:23")
     assert row.before and row.after and (row.before.ms, row.after.ms, row.after.count) == (61.0, 93.0, 96)
     shrank = only(diff(a, with_step(gemm(11, 30.0), gemm(12, 21.0))))
-    assert (shrank.change, shrank.more("ms"), shrank.source) == ("shrank", -10.0, "jaxtrain/models/x.py:12")
+    assert (shrank.change, shrank.increase("ms"), shrank.source) == ("shrank", -10.0, "jaxtrain/models/x.py:12")
 
 
 def test_memory_by_array_and_by_class():
@@ -102,11 +102,11 @@ def test_memory_by_array_and_by_class():
     assert rows["array", "saved activations", "bf16"].change == "went"
     came = rows["array", "saved activations", "f32"]
     assert came.change == "came" and came.after and came.after.text == "f32[32,1,8192,14336]" and came.after.bytes == 14 * 2**30
-    assert rows["memory class", "saved activations", ""].more("bytes") == 7 * 2**30
+    assert rows["memory class", "saved activations", ""].increase("bytes") == 7 * 2**30
     assert rows["memory class", "copies of parameters", ""].change == "came"
     assert rows["memory class", "logits and loss", ""].change == "went"
-    assert [abs(row.more("bytes")) for row in found.rows] == sorted(
-        (abs(row.more("bytes")) for row in found.rows), reverse=True
+    assert [abs(row.increase("bytes")) for row in found.rows] == sorted(
+        (abs(row.increase("bytes")) for row in found.rows), reverse=True
     )
 
 
@@ -141,7 +141,7 @@ def test_small_differences_are_counted_and_not_dropped():
     b = with_step(gemm(11, 30.7), gemm(12, 39.8, "backward mlp"), gemm(13, 50.8, "optimizer"))
     found = diff(a, b)
     assert not found.same and [row.key.scope for row in found.rows] == ["optimizer"]
-    assert sum(row.more("ms") for row in found.smaller) == pytest.approx(0.5) and len(found.smaller) == 2
+    assert sum(row.increase("ms") for row in found.smaller) == pytest.approx(0.5) and len(found.smaller) == 2
     assert "2 smaller differences" in text(found) and "0.50 ms" in text(found)
 
 
@@ -171,7 +171,7 @@ def test_a_diff_is_data():
 def test_a_plan_is_read_from_its_json(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps(to_json(sample()) | {"run": {"steps": 3}}))
-    assert diff(read("A", str(file)), sample()).same
+    assert diff(read_plan_file("A", str(file)), sample()).same
 
 
 @pytest.mark.parametrize("tree", [None, [], {}, {"config": "x"}, "{", b"\xff\xfe", {"config": "x", "compiled": False}])
@@ -181,7 +181,7 @@ def test_files_that_are_no_plan(tree, tmp_path):
         text = tree if isinstance(tree, str | bytes) else json.dumps(tree)
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as refused:
-        read("A", str(file))
+        read_plan_file("A", str(file))
     (problem,) = refused.value.problems
     assert (problem.key, problem.value) == ("A", str(file)) and "configs/llama3_8b.py" in problem.remedy
 
@@ -191,7 +191,7 @@ def test_plans_of_other_formats_are_refused_with_their_command(change, tmp_path)
     file = tmp_path / "old.json"
     file.write_text(json.dumps(to_json(sample(overrides=("train.grad_accum=1",))) | change))
     with pytest.raises(ConfigError) as refused:
-        read("B", str(file))
+        read_plan_file("B", str(file))
     (problem,) = refused.value.problems
     assert (problem.key, problem.value) == ("B", str(file))
     assert str(change.get("format", plan_diff.FORMAT)) in problem.rule

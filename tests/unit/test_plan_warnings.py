@@ -12,7 +12,7 @@ from jaxtrain.config.layout import resolve_layout
 from jaxtrain.data import loading
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch
 from jaxtrain.plan.program import collectives, hlo, warnings
-from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.collectives import CollectiveOp
 from jaxtrain.plan.rates import PUBLISHED
 from jaxtrain.plan.result import Collective
 from jaxtrain.sharding import replicated
@@ -74,14 +74,16 @@ ENTRY %main (a: f32[512,2048], b: f32[4,512,2048]) -> f32[512,2048] {
   ROOT %result = f32[512,2048]{1,0} get-tuple-element(%loop), index=3
 }
 """
-FOUND = Found("all-gather", "bf16", "fsdp", 8, 4, 8e6, 0.0, "jaxtrain/models/layers.py:65", "jit(train_step)/x", "gather", ())
+FOUND = CollectiveOp(
+    "all-gather", "bf16", "fsdp", 8, 4, 8e6, 0.0, "jaxtrain/models/layers.py:65", "jit(train_step)/x", "gather", ()
+)
 
 
 def parsed(text: str, **written: str) -> hlo.Module:
     """Return a module, with its abbreviations expanded."""
     for name, full in {**SHORT, **written}.items():
         text = text.replace(name, full)
-    return hlo.parse(text)
+    return hlo.parse_hlo(text)
 
 
 def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
@@ -94,7 +96,7 @@ def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/al
     """Return the warnings about LOOP if its body gathers the value `operand`. swap: replaces the body's result, if given."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
-    return warnings.program_warnings(program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)
+    return warnings.program_warnings(program(run), module, collectives.read_collectives(module, MESH, 8).values(), [], 100.0)
 
 
 def changed(**fields):
@@ -158,7 +160,9 @@ ENTRY %main (a: f32[512,2048]) -> f32[512,2048] {
 
     def of(front: str):
         module = parsed(text, FRONT=front)
-        return warnings.program_warnings(program(RUN), module, collectives.read(module, MESH, 8).values(), [], 100.0)
+        return warnings.program_warnings(
+            program(RUN), module, collectives.read_collectives(module, MESH, 8).values(), [], 100.0
+        )
 
     (warning,) = of('frontend_attributes={is_spmd_generated="true"},')
     assert warning.startswith("all-to-all over fsdp") and "mlp/dot" in warning

@@ -15,7 +15,7 @@ from sample_plan import sample
 from jaxtrain.commands import profile as command
 from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import hlo
-from jaxtrain.plan.topology import parse
+from jaxtrain.plan.topology import parse_topology
 from jaxtrain.report import layer_schedule, profile, profile_program, profile_times, profile_trace
 from jaxtrain.report.profile_program import Operation
 
@@ -115,7 +115,7 @@ OP_NAMES = {
 @pytest.mark.parametrize("name", OP_NAMES)
 def test_parts_by_name(name: str):
     op_name = f"jit(train_step)/{name}"
-    assert (profile_program.part_of(op_name), profile_program.phase_of(op_name)) == OP_NAMES[name]
+    assert (profile_program.scope_of(op_name), profile_program.phase_of(op_name)) == OP_NAMES[name]
 
 
 # ---- Reports and the command
@@ -166,7 +166,7 @@ def test_the_page_fetches_nothing(tmp_path, monkeypatch):
 def test_lanes_are_cut_to_the_layer(monkeypatch: pytest.MonkeyPatch):
     """The lanes have one of the loop's three iterations. A matmul stands for attention, and a gather overlaps it."""
     monkeypatch.setitem(layer_schedule.roofline.KIND_OF_WORK, "gemm", "attention")
-    lanes = layer_schedule.read(hlo.parse(PROGRAM), MESH, parse("h200:2"), sample().rates, 3)
+    lanes = layer_schedule.read(hlo.parse_hlo(PROGRAM), MESH, parse_topology("h200:2"), sample().rates, 3)
     assert set(lanes) == {"forward: computation", "forward: links"}
     (attention,) = [e for e in lanes["forward: computation"] if e.kind == "attention"]
     assert attention.start == 0 and attention.label == "forward mlp/BTD,DF->BTF"

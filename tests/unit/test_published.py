@@ -72,7 +72,10 @@ def test_ranges_are_over_published_runs_of_the_same_kind():
     hopper = [r for r in RUNS if r.machine[0] == "h" and r.seq_len <= 8192]
     eight = [r for r in hopper if "FP8" in r.name]
     bf16 = [r for r in hopper if r not in eight and r.xla]
-    assert rates.compared()["ranges"] == {"bf16 dense": pytest.approx(spread(bf16)), "fp8 dense": pytest.approx(spread(eight))}
+    assert rates.published_ranges()["ranges"] == {
+        "bf16 dense": pytest.approx(spread(bf16)),
+        "fp8 dense": pytest.approx(spread(eight)),
+    }
 
 
 def test_published_rates_explain_xla_programs_better_than_parts_of_the_peak():
@@ -122,13 +125,13 @@ def test_kinds_of_run(topology, changes, kind):
     config.precision = "bf16"
     config.update_from_flattened_dict(changes)
     run, problems = resolve(config)
-    machine = machines.parse(topology)
-    assert not problems and rates.kind(run, machine.gpu, machine.total, "cudnn") == kind
-    assert rates.kind(run, machine.gpu, machine.total, "pallas") == ""
+    machine = machines.parse_topology(topology)
+    assert not problems and rates.run_kind(run, machine.gpu, machine.total, "cudnn") == kind
+    assert rates.run_kind(run, machine.gpu, machine.total, "pallas") == ""
 
 
 def test_stored_ranges_and_sizes_are_those_of_the_compared_runs():
     assert json.loads(rates.COMPARED.read_text()) == json.loads(json.dumps(published.ranges(ROWS)))
     for kind, rows in published.rows_by_kind(ROWS).items():
-        sizes = [machines.parse(row.run.machine).total for row in rows]
+        sizes = [machines.parse_topology(row.run.machine).total for row in rows]
         assert (min(sizes), max(sizes)) == rates.SIZES[kind.removesuffix(" dense")], kind

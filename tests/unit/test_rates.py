@@ -8,7 +8,7 @@ from hlo_text import BIG, RATES, read
 from jaxtrain.config import hardware
 from jaxtrain.plan import rates
 from jaxtrain.plan.program import collectives, op_cost
-from jaxtrain.plan.program.op_cost import Work
+from jaxtrain.plan.program.op_cost import OpCost
 
 H200 = hardware.lookup("NVIDIA H200")
 MEASURED = dataclasses.replace(RATES, source="calibrated on H200 SXM, 2026-11-21", fp8_tflops=0.0)
@@ -47,7 +47,7 @@ def test_attention_runs_at_the_rate_of_its_length(keys, forward, backward):
     assert H200
     sheet = rates.datasheet(H200, "bf16")
     for rate, back in ((forward, False), (backward, True)):
-        done = Work("attention", 1e12, backward=back, keys=keys)
+        done = OpCost("attention", 1e12, backward=back, keys=keys)
         assert 1 / done.seconds(sheet) == pytest.approx(rate, rel=1e-4)
 
 
@@ -58,9 +58,9 @@ def on_links(kind: str, mib: float, nodes: int) -> float:
     given = mib * 2**20 / (n if kind == "all-gather" else 1)
     sent = collectives._ring_bytes(kind, given, n)
     hops = collectives._hops(kind, nodes)
-    found = collectives.Found(kind, "f32", "fsdp", n, 1, sent, sent / 8 if nodes > 1 else 0.0, "", "", "c", (), hops)
+    found = collectives.CollectiveOp(kind, "f32", "fsdp", n, 1, sent, sent / 8 if nodes > 1 else 0.0, "", "", "c", (), hops)
     assert found.message == pytest.approx(mib * 2**20)
-    work = op_cost.work(*next((m, m.entry, m.entry.root) for m in [read(ROOT)]), {"c": found})
+    work = op_cost.instruction_cost(*next((m, m.entry, m.entry.root) for m in [read(ROOT)]), {"c": found})
     return sent / work.seconds(rates.datasheet(H200, "bf16")) / 1e9
 
 
@@ -94,9 +94,9 @@ def test_collectives_over_many_nodes_beside_published_ones(kind, mib, nodes, pub
 
 def test_calibration_is_kept_by_gpu(tmp_path):
     assert H200
-    assert rates.load(H200.name, tmp_path) is None
+    assert rates.load_calibration(H200.name, tmp_path) is None
     assert rates.rates_for(H200, "bf16", tmp_path) == rates.datasheet(H200, "bf16")
-    file = rates.save(MEASURED, H200.name, tmp_path / "new")
+    file = rates.save_calibration(MEASURED, H200.name, tmp_path / "new")
     assert file == tmp_path / "new" / "H200_SXM.json" and [p.name for p in file.parent.iterdir()] == [file.name]
     assert rates.rates_for(H200, "bf16", tmp_path / "new") == MEASURED
     other = rates.rates_for(H200, "f32", tmp_path / "new")
@@ -106,7 +106,7 @@ def test_calibration_is_kept_by_gpu(tmp_path):
     assert (eight.gemm_tflops, eight.fp8_tflops) == (MEASURED.gemm_tflops, rates.datasheet(H200, "fp8").fp8_tflops)
     assert eight.source.startswith(MEASURED.source) and "fp8" in eight.source
     both = dataclasses.replace(MEASURED, fp8_tflops=1200.0)
-    rates.save(both, H200.name, tmp_path / "new")
+    rates.save_calibration(both, H200.name, tmp_path / "new")
     assert rates.rates_for(H200, "fp8", tmp_path / "new") == both
 
 
@@ -123,9 +123,9 @@ def test_calibration_is_kept_by_gpu(tmp_path):
     ],
 )
 def test_a_damaged_calibration_is_refused(tmp_path, old, new, reason):
-    file = rates.save(MEASURED, "H200 SXM", tmp_path)
+    file = rates.save_calibration(MEASURED, "H200 SXM", tmp_path)
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
     with pytest.raises(ValueError, match=f"H200_SXM.json.*{reason}"):
-        rates.load("H200 SXM", tmp_path)
+        rates.load_calibration("H200 SXM", tmp_path)

@@ -20,7 +20,7 @@ def predict(entry: str, wires=None, before: str = "") -> roofline.Roofline:
     return found
 
 
-def one(lines: str, before: str = "") -> result.Kernel:
+def one(lines: str, before: str = "") -> result.KernelSummary:
     (kernel,) = predict(lines, before=before).kernels
     return kernel
 
@@ -89,7 +89,7 @@ def test_attention_calls(mask, window, name, pairs):
         found = attention(call, ids)
         assert found.flops == pytest.approx(forward * factor), call
         # the rate is for 8,192 keys, and this call has 64
-        rate = (25.0 if backward else 50.0) * share * rates.over_length(64, backward)
+        rate = (25.0 if backward else 50.0) * share * rates.length_factor(64, backward)
         assert found.attention_ms == pytest.approx(found.flops / rate / 1e3), call
 
 

@@ -16,7 +16,7 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.plan import fit, search, search_parallel, topology
 from jaxtrain.report import search_page
 
-TWO, FOUR = topology.parse("h200:2"), topology.parse("h200:4")
+TWO, FOUR = topology.parse_topology("h200:2"), topology.parse_topology("h200:4")
 SMALL = ("train.global_batch=16", "train.grad_accum=4")
 FILE_70B = "configs/llama3_70b.py"
 MIXTRAL = "configs/mixtral_8x7b.py"
@@ -49,7 +49,7 @@ def planned_by(monkeypatch, plan: Callable[..., Any]) -> None:
 def listed(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> list[search.Candidate]:
     run, check = load(*overrides, file=file), fit.training_check(machine)
     found = search.SearchResult("made", machine, run, machine.usable_gib(), 8)
-    some = search.Space(run, machine, check, found).listed(())
+    some = search.Space(run, machine, check, found).list_layouts(())
     assert len(some) == len({c.changes for c in some}) and not any(check(c.run) for c in some)
     return some
 
@@ -64,7 +64,7 @@ def test_meshes_are_of_powers_of_two_with_tensor_groups_inside_a_node():
     every = {(8 // f // t, f, t) for t in (1, 2, 4, 8) for f in (1, 2, 4, 8) if f * t <= 8}
     assert meshes(axes=("data", "fsdp", "tensor")) >= {(1, 8, 1), (8, 1, 1), (1, 4, 2), (1, 1, 8)}
     assert meshes(axes=("data", "fsdp", "tensor")) <= every
-    wide = meshes(machine=topology.parse("h200:8x16"), axes=("data", "fsdp", "tensor", "stage"))
+    wide = meshes(machine=topology.parse_topology("h200:8x16"), axes=("data", "fsdp", "tensor", "stage"))
     assert {t for *_, t, _ in wide} == {1, 2, 4, 8}
     assert {f for _, f, t, stage in wide if (t, stage) == (1, 1)} == {1, 8, 16, 32, 64, 128}, "groups of 1 to 8 nodes, and all"
     few = listed("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")
@@ -83,22 +83,22 @@ def test_sequences_are_sharded_where_they_are_long(batch, seq_len, seqs):
 
 def test_fewer_sequences_than_nodes_are_sharded():
     some = ("train.global_batch=4", "train.grad_accum=1")
-    assert meshes(*some, machine=topology.parse("h200:8x16"), axes=("seq",)) == {(4,)}
+    assert meshes(*some, machine=topology.parse_topology("h200:8x16"), axes=("seq",)) == {(4,)}
 
 
 def test_stages_are_over_nodes_and_experts_where_there_are_some():
     axes = ("stage", "expert")
     assert meshes(axes=axes) == {(1, 1)}, "a dense model on one node has neither"
-    assert meshes(machine=topology.parse("h200:8x4"), axes=axes) == {(1, 1), (2, 1), (4, 1)}
+    assert meshes(machine=topology.parse_topology("h200:8x4"), axes=axes) == {(1, 1), (2, 1), (4, 1)}
     assert meshes(file=MIXTRAL, axes=axes) == {(1, 1), (1, 2), (1, 4), (1, 8)}
     # With fewer microbatches than stages, stages are idle most of the time.
-    piped = listed("train.global_batch=64", "train.grad_accum=4", machine=topology.parse("h200:2x8"))
+    piped = listed("train.global_batch=64", "train.grad_accum=4", machine=topology.parse_topology("h200:2x8"))
     assert {c.run.mesh.stage for c in piped} >= {1, 2} and all(c.run.mesh.stage <= c.run.train.grad_accum for c in piped)
 
 
 def test_what_repeats_less_work_comes_first_and_of_equals_what_communicates_less():
     """70B on 8 nodes: a replica in each node would have no memory for saved activations. Tensor groups communicate most."""
-    some = listed("mesh.fsdp=-1", "mesh.data=1", machine=topology.parse("h200:8x8"), file=f"{FILE_70B}:gpus=64")
+    some = listed("mesh.fsdp=-1", "mesh.data=1", machine=topology.parse_topology("h200:8x8"), file=f"{FILE_70B}:gpus=64")
     plain = [c for c in some if not c.choice.kind]
     assert plain[0].choice.fsdp in (32, 64) and plain[-1].choice.fsdp < 32
     assert plain[0].least.repeated < plain[-1].least.repeated
@@ -138,7 +138,7 @@ def test_nothing_that_training_refuses_or_that_cannot_fit_is_compiled(inline):
     refuses = [Problem("mesh.tensor", 2, "no", "")]
     result = find(run, machine=H200, check=lambda r: refuses if r.mesh.tensor == 2 else legal(r))
     assert result.too_big and inline and all(r.mesh.tensor != 2 for r in inline)
-    assert all(fit.least(r, H200).gib <= result.usable_gib for r in inline)
+    assert all(fit.least_memory(r, H200).gib <= result.usable_gib for r in inline)
 
 
 def test_a_refused_own_layout_is_told_and_others_are_searched(inline):
@@ -160,11 +160,11 @@ def test_plans_that_are_too_big_lead_to_smaller_ones(inline, monkeypatch):
     """If the compiled layouts need more than is there, the one with the least memory comes next, then narrower dtypes."""
 
     def plan(run, machine, rates=None):
-        return made(run, machine, 1.0, 121 + fit.least(run, machine).gib)
+        return made(run, machine, 1.0, 121 + fit.least_memory(run, machine).gib)
 
     planned_by(monkeypatch, plan)
     result = find(load(*SMALL, "dtypes.m=f32", "dtypes.v=f32"), machine=H200)
-    sizes = [fit.least(r, H200).gib for r in inline]
+    sizes = [fit.least_memory(r, H200).gib for r in inline]
     wide = [gib for gib, r in zip(sizes, inline, strict=True) if r.dtypes.m == "f32"]
     assert len(wide) == 3 and result.best and result.best.run.dtypes.m == "bf16"
 
@@ -215,7 +215,7 @@ def test_a_compile_may_take_a_few_times_as_long_as_the_others(inline, monkeypatc
     assert limits[0] == search_parallel.TIMEOUT_S and set(limits[1:]) == {search.LEAST_S}
 
 
-def of_outcomes(monkeypatch, *outcomes: search_parallel.Outcome) -> search.SearchResult:
+def of_outcomes(monkeypatch, *outcomes: search_parallel.PlanOutcome) -> search.SearchResult:
     """Return the search that has these outcomes, one after the other."""
     left = list(outcomes)
 
@@ -230,9 +230,9 @@ def of_outcomes(monkeypatch, *outcomes: search_parallel.Outcome) -> search.Searc
     return search.search(tiny("train.freeze=layers.mlp.*"), "made", TWO, most=len(outcomes))
 
 
-def refused(key: str) -> search_parallel.Outcome:
+def refused(key: str) -> search_parallel.PlanOutcome:
     problem = Problem(key, "x", "is wrong", "Mend it.")
-    return search_parallel.Outcome(None, "refused", str(problem), (problem,))
+    return search_parallel.PlanOutcome(None, "refused", str(problem), (problem,))
 
 
 def test_a_refusal_of_every_layout_ends_the_search(monkeypatch):
@@ -241,14 +241,14 @@ def test_a_refusal_of_every_layout_ends_the_search(monkeypatch):
         with pytest.raises(ConfigError) as caught:
             of_outcomes(monkeypatch, refused(key), refused(key), refused(key))
         assert [p.key for p in caught.value.problems] == [key]
-    planned = search_parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
+    planned = search_parallel.PlanOutcome(made(tiny(), TWO, 1.0, 1.0), "planned")
     assert of_outcomes(monkeypatch, planned, refused("train.freeze")).best
     assert of_outcomes(monkeypatch, refused("sharding.gather"), planned).best, "another layout may do"
 
 
 def test_failed_layouts_are_told_apart_from_compiled_ones(monkeypatch):
-    failed = [refused("sharding.gather"), search_parallel.Outcome(None, "crashed", "another")]
-    planned = search_parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
+    failed = [refused("sharding.gather"), search_parallel.PlanOutcome(None, "crashed", "another")]
+    planned = search_parallel.PlanOutcome(made(tiny(), TWO, 1.0, 1.0), "planned")
     found = of_outcomes(monkeypatch, *failed, planned)
     shown = printed(lambda console: search_page.show(found, console))
     assert "1 compiled, 2 failed" in shown and shown.count("is wrong") == shown.count("another") == 1
@@ -276,7 +276,7 @@ def test_report_and_json(inline):
     assert tree["layouts"] == result.listed and math.isfinite(tree["least_gib"])
     # The line, appended to the command, gives the best layout.
     pasted = load(*SMALL, *(o.removeprefix("--config.") for o in line.split()))
-    assert fit.least(pasted, FOUR) == result.best.least
+    assert fit.least_memory(pasted, FOUR) == result.best.least
     with_progress = printed(lambda console: show_all(console, result))
     assert all(f"{n}: " in with_progress for n in range(1, 5)) and line in with_progress.replace("\n", "")
 

@@ -11,7 +11,7 @@ from jaxtrain.data.chat_template import NAMED, Conversation, load_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.hf.exporting import export
+from jaxtrain.hf.exporting import export_model
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import import_folder, open_origin
 from jaxtrain.train.evaluate import first_questions
@@ -95,7 +95,7 @@ def test_ids_follow_their_tokens_to_another_tokenizer(tmp_path):
     (tmp_path / "spaced").mkdir()
     spaced = json.dumps(json.loads((base / "tokenizer.json").read_text()), indent=1)
     (tmp_path / "spaced" / "tokenizer.json").write_text(spaced)
-    export(str(tmp_path / "ours"), tmp_path / "out", tokenizer=str(tmp_path / "spaced"), say=lambda line: None)
+    export_model(str(tmp_path / "ours"), tmp_path / "out", tokenizer=str(tmp_path / "spaced"), say=lambda line: None)
     assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= ids.items()
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["top_p"] == 0.9
     assert text_format.of_files(str(tmp_path / "spaced")).ids_to_write(()) == dict.fromkeys(ids) | {"eos_token_id": 256}
@@ -163,7 +163,7 @@ def test_every_eos_of_a_model_ends_a_text_and_comes_back(tmp_path):
     assert set(open_origin(str(folder)).text().stops) == {256, 257, 260, 300}
     import_folder(open_folder(folder), tmp_path / "ours", "auto", lambda line: None)
     assert open_origin(str(tmp_path / "ours")).text() == open_origin(str(folder)).text()
-    export(str(tmp_path / "ours"), tmp_path / "back", say=lambda line: None)
+    export_model(str(tmp_path / "ours"), tmp_path / "back", say=lambda line: None)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         before, after = (json.loads((place / name).read_text()) for place in (folder, tmp_path / "back"))
         assert after == before if name != "config.json" else ids.items() <= after.items(), name

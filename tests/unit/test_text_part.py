@@ -9,7 +9,7 @@ import pytest
 from hugging_face import tensors_of
 from safetensors.numpy import save_file
 
-from jaxtrain.hf.folder import Folder, model_of, open_folder
+from jaxtrain.hf.folder import HfFolder, model_of, open_folder
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.models import presets
 from jaxtrain.models.hf_keys import FAMILY
@@ -26,7 +26,7 @@ PLACES = {
 }
 
 
-def write(folder: Path, name: str = "gemma3", place: str = "5", more: dict | None = None, **changes) -> tuple[Path, Folder]:
+def write(folder: Path, name: str = "gemma3", place: str = "5", more: dict | None = None, **changes) -> tuple[Path, HfFolder]:
     """Write a folder of text and, in `folder`, one of a whole model with this text part. Return (the whole's, the text's).
 
     more: further tensors. changes: keys of the whole's config.json; None removes a key.

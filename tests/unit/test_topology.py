@@ -9,21 +9,21 @@ import pytest
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.data import loading
-from jaxtrain.plan.topology import CHIPS, TopologyError, devices, here, parse
+from jaxtrain.plan.topology import CHIPS, TopologyError, devices, local_topology, parse_topology
 from jaxtrain.sharding import make_placement
 
 
 def test_a_name_is_chip_gpus_and_nodes():
-    one, many = parse("h200:8"), parse("H200:8x16")
+    one, many = parse_topology("h200:8"), parse_topology("H200:8x16")
     assert (one.chip, one.gpus, one.nodes, one.total) == ("h200", 8, 1, 8)
     assert (many.chip, many.gpus, many.nodes, many.total) == ("h200", 8, 16, 128)
     assert (one.name, many.name) == ("h200:8", "h200:8x16")
-    assert parse(many.name) == many
+    assert parse_topology(many.name) == many
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_descriptions_agree_with_the_table_of_gpus(chip):
-    machine = parse(f"{chip}:1")
+    machine = parse_topology(f"{chip}:1")
     gpu = machine.gpu
     (device,) = devices(machine)
     assert (device.device_kind, device.platform) == (machine.device_kind, "gpu")
@@ -52,13 +52,13 @@ def test_descriptions_agree_with_the_table_of_gpus(chip):
 )
 def test_what_is_no_machine_is_refused(text, word):
     with pytest.raises(TopologyError) as error:
-        parse(text)
+        parse_topology(text)
     assert repr(text) in str(error.value) and word in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["h200:8", "gb200:72x4"])
 def test_a_device_for_every_gpu_node_by_node(text):
-    machine = parse(text)
+    machine = parse_topology(text)
     found = devices(machine)
     assert [d.id for d in found] == list(range(machine.total))
     assert [d.process_index for d in found] == [i // machine.gpus for i in range(machine.total)]
@@ -72,7 +72,7 @@ class Described(SimpleNamespace):
 
 def test_a_mesh_is_laid_out_node_by_node():
     """fsdp stays inside a node and data crosses nodes, for any order of the devices."""
-    given = devices(parse("h200:4x2"))
+    given = devices(parse_topology("h200:4x2"))
     mixed = [*given[1::2], *given[::2]]
     for overrides, sizes in (([], (2, 4, 1, 1)), (["mesh.data=1"], (1, 8, 1, 1)), (["mesh.tensor=2"], (2, 2, 2, 1))):
         run = loading.load(["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in overrides)]).run
@@ -96,14 +96,14 @@ def test_the_machine_itself(monkeypatch):
         return found
 
     present = gpus(*["NVIDIA H200"] * 4)
-    machine = here()
+    machine = local_topology()
     assert (machine.name, machine.description) == ("h200:4", "")
-    assert machine.memory_bytes == parse("h200:4").memory_bytes and devices(machine) == present
+    assert machine.memory_bytes == parse_topology("h200:4").memory_bytes and devices(machine) == present
     monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA L4", 1, 22.5, "NVML", 89))
     gpus("NVIDIA L4")
-    assert here().memory_gib == 22.5
+    assert local_topology().memory_gib == 22.5
     with pytest.raises(TopologyError, match="NVIDIA L4"):
-        _ = here().gpu
+        _ = local_topology().gpu
     gpus("NVIDIA L4", "NVIDIA H200")
     with pytest.raises(TopologyError):
-        here()
+        local_topology()

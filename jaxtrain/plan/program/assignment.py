@@ -12,7 +12,7 @@ xla_dump_to and xla_dump_hlo_as_proto, file `*after_optimizations.hlo.pb`).
 
 If XLA compiled a program with cuDNN (on a GPU, or with `plan.cudnn_library`), the last result of each backward attention call
 is its workspace, u8[bytes]. Without cuDNN that result is u8[0]. In that case a formula computes the workspace
-(kernels.attention.cudnn.workspace_bytes), and `read` adds the workspace to the heap.
+(kernels.attention.cudnn.workspace_bytes), and `read_assignment` adds the workspace to the heap.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ class Allocation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Event:
+class HeapEvent:
     """At an instruction, a value gets memory (ALLOCATE), shares another value's memory (SHARE), or is freed (FREE)."""
 
     kind: int
@@ -115,17 +115,17 @@ class Assignment:
     """XLA's buffer assignment of one module."""
 
     values: dict[int, Value]  # by id
-    heap: tuple[Event, ...]  # on the device, in the order of the schedule; a loop body occurs once
+    heap: tuple[HeapEvent, ...]  # on the device, in the order of the schedule; a loop body occurs once
     outside: tuple[Allocation, ...]
     allocated: int  # bytes on the device, fragmentation included
     on_host: int  # bytes of pinned host memory of one device: offloaded activations and moments
 
 
-def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment:
+def read_assignment(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment:
     """Return the buffer assignment in a serialized HloProto.
 
     Args:
-      workspace: instruction -> additional bytes while its call runs (`Workspace.missing`).
+      workspace: instruction -> additional bytes while its call runs (`Workspace.unassigned`).
 
     Raises HloError if the bytes are not a complete HloProto, or the assignment is missing or contradictory. Also raises
     it if the device has several heaps, or a call with a workspace has no result in the heap.
@@ -146,11 +146,11 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
         name, start = names[v.defined_at.instruction_id]
         values[v.id], colors[v.id] = Value(v.size, name, (*start, *v.defined_at.shape_index)), v.color
 
-    def read_event(raw: Any) -> Event:
+    def read_event(raw: Any) -> HeapEvent:
         valid = raw.kind in (ALLOCATE, FREE, SHARE) and raw.value in values and (raw.kind != SHARE or raw.shares in values)
         if not valid or raw.instruction not in in_text:
             raise hlo.HloError(f"heap trace: cannot read the event at {raw.instruction!r} (kind {raw.kind}, value {raw.value})")
-        return Event(raw.kind, raw.value, in_text[raw.instruction], raw.shares)
+        return HeapEvent(raw.kind, raw.value, in_text[raw.instruction], raw.shares)
 
     heaps = [tuple(map(read_event, t.events)) for t in hlo_proto.assignment.traces if t.events]
     heaps = [heap for heap in heaps if colors[heap[0].value] != HOST]
@@ -248,8 +248,8 @@ class Workspace:
         return max(self.bytes.values(), default=0)
 
     @property
-    def missing(self) -> Mapping[str, int]:
-        """Return the workspaces that `read` must add to the heap: `bytes` if a formula computed them, else {}."""
+    def unassigned(self) -> Mapping[str, int]:
+        """Return the workspaces that `read_assignment` must add to the heap: `bytes` if a formula computed them, else {}."""
         return self.bytes if self.by == "formula" else {}
 
 
@@ -299,7 +299,7 @@ def _with_workspace(assignment: Assignment, workspace: Mapping[str, int]) -> Ass
         if at in calls:
             value_id = max(values) + 1
             values[value_id] = Value(workspace[calls[at]], calls[at], (3,))
-            events += [Event(kind, value_id, calls[at], 0) for kind in (ALLOCATE, FREE)]
+            events += [HeapEvent(kind, value_id, calls[at], 0) for kind in (ALLOCATE, FREE)]
     wider = dataclasses.replace(assignment, values=values, heap=tuple(events))
     before, after = (max(live_bytes for live_bytes, _ in replay(a)) for a in (assignment, wider))
     return dataclasses.replace(wider, allocated=assignment.allocated + after - before)

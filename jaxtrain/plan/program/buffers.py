@@ -21,7 +21,7 @@ from jaxtrain.models.remat import SLOTS
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import BACKWARD, Assignment, Value, Workspace, replay
 from jaxtrain.plan.program.collectives import is_collective
-from jaxtrain.plan.program.roofline import part_of, phase_of
+from jaxtrain.plan.program.roofline import phase_of, scope_of
 from jaxtrain.plan.result import Buffer, Memory, MemoryClass
 from jaxtrain.step.compiler import CardMemory
 from jaxtrain.step.program import Program
@@ -36,23 +36,23 @@ FLOATS = ("bf16", "f16", "f32", "f64", "f8")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class SavedActivation:
     """An activation that is saved for the backward pass."""
 
     name: str
     dtype: Any
     dims: tuple[int, ...]  # shape of a device's shard; a stack over layers is (L, ...)
     stacked: bool  # stacked by a scan over layers
-    again: bool  # saved by a forward pass that the backward pass repeats for one group of layers
+    recomputed: bool  # saved by a forward pass that the backward pass repeats for one group of layers
     offloaded: bool  # saved in host memory
 
 
 WEIGHT = "weight"  # the model's name of a gathered weight
-AGAIN = "one group of layers, computed again"
+RECOMPUTED = "one group of layers, computed again"
 _SAME_VALUE = ("reduce_precision", "device_put", "optimization_barrier", "convert_element_type", "copy", "sharding_constraint")
 
 
-def kept_activations(program: Program) -> tuple[Kept, ...]:
+def loop_activations(program: Program) -> tuple[SavedActivation, ...]:
     """Return the activations that the train step saves; in a step with a loop over layers, only those that the loop saves.
 
     Names come from the jaxpr. An activation without a `checkpoint_name` is named after the operation that computes it. The
@@ -64,12 +64,12 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     return stacked or activations
 
 
-def saved_activations(program: Program) -> tuple[Kept, ...]:
+def saved_activations(program: Program) -> tuple[SavedActivation, ...]:
     """Return all saved activations: those that a loop over layers saves, and those of layers outside of the loop."""
     return tuple(_find_saved(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
-def _find_saved(jaxpr: Any, scope: str, recomputed: bool) -> Iterator[Kept]:
+def _find_saved(jaxpr: Any, scope: str, recomputed: bool) -> Iterator[SavedActivation]:
     for eqn in jaxpr.eqns:
         path = f"{scope}/{eqn.source_info.name_stack}"
         repeated = recomputed or "rematted_computation" in path or eqn.primitive.name == "remat2"
@@ -84,7 +84,7 @@ def _find_saved(jaxpr: Any, scope: str, recomputed: bool) -> Iterator[Kept]:
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a stacked output; a carry has the same shape inside the loop
                         host = outer.aval.memory_space == jax.memory.Space.Host
                         name = _activation_name(body, inner)
-                        yield Kept(name, outer.aval.dtype, outer.aval.shape, True, repeated, host)
+                        yield SavedActivation(name, outer.aval.dtype, outer.aval.shape, True, repeated, host)
             yield from _find_saved(body, path, repeated)
         if eqn.primitive.name == "dynamic_update_slice" and path.endswith(f"/{SLOTS}"):
             yield _slot_activation(jaxpr, eqn)
@@ -99,14 +99,14 @@ def _producer(jaxpr: Any, var: Any) -> Any:
     return next((eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.outvars)), None)
 
 
-def _slot_activation(jaxpr: Any, update: Any) -> Kept:
+def _slot_activation(jaxpr: Any, update: Any) -> SavedActivation:
     """Return the activation that `update` writes into a buffer with a slot per layer or, in a pipeline, per microbatch."""
     eqn = _producer(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
     name, aval = _activation_name(jaxpr, eqn.invars[0] if eqn is not None else update.invars[1]), update.outvars[0].aval
-    return Kept("layer input" if _ENTERS.fullmatch(name) else name, aval.dtype, aval.shape, True, False, False)
+    return SavedActivation("layer input" if _ENTERS.fullmatch(name) else name, aval.dtype, aval.shape, True, False, False)
 
 
-def _unrolled_activations(jaxpr: Any, remat: Any) -> Iterator[Kept]:
+def _unrolled_activations(jaxpr: Any, remat: Any) -> Iterator[SavedActivation]:
     """Yield the activations that a layer outside of loops saves. remat: the layer's remat2 operation in the backward pass."""
     producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for var in remat.invars:
@@ -114,7 +114,7 @@ def _unrolled_activations(jaxpr: Any, remat: Any) -> Iterator[Kept]:
         stack = str(producer.source_info.name_stack) if producer is not None else ""
         if "jvp(layers)" in stack and "transpose(" not in stack:
             host = var.aval.memory_space == jax.memory.Space.Host
-            yield Kept(_activation_name(jaxpr, var), var.aval.dtype, var.aval.shape, False, False, host)
+            yield SavedActivation(_activation_name(jaxpr, var), var.aval.dtype, var.aval.shape, False, False, host)
 
 
 def _activation_name(jaxpr: Any, var: Any) -> str:
@@ -140,7 +140,7 @@ def _activation_name(jaxpr: Any, var: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class BufferFacts:
     """The shapes of weights and the names of saved activations, by which `classify` recognises values."""
 
     module: hlo.Module
@@ -150,7 +150,7 @@ class Facts:
     saved: dict[tuple[bool, bool, str, tuple[int, ...]], tuple[str, ...]]
 
 
-def facts(program: Program, module: hlo.Module) -> Facts:
+def buffer_facts(program: Program, module: hlo.Module) -> BufferFacts:
     """Return the shapes of a program's weights, and its saved activations. module: the HLO of its compiled train step."""
     weights: set[tuple[int, ...]] = set()
     shards: set[tuple[int, ...]] = set()
@@ -160,12 +160,12 @@ def facts(program: Program, module: hlo.Module) -> Facts:
         for dims in itertools.product(*zip(a.shape, shard, strict=True)):
             weights |= {_plain(dims), _plain(dims[1:])}  # of stacked layers, and of one layer
     saved = {}
-    for k in kept_activations(program):
+    for k in loop_activations(program):
         if not k.offloaded:
-            key = k.stacked, k.again, str(k.dtype).replace("float", "f"), _plain(k.dims)  # only floats are looked up
-            name = AGAIN if k.again and k.name != WEIGHT else k.name
+            key = k.stacked, k.recomputed, str(k.dtype).replace("float", "f"), _plain(k.dims)  # only floats are looked up
+            name = RECOMPUTED if k.recomputed and k.name != WEIGHT else k.name
             saved[key] = tuple(dict.fromkeys((*saved.get(key, ()), name)))
-    return Facts(module, frozenset(weights - {()}), frozenset(shards), saved)
+    return BufferFacts(module, frozenset(weights - {()}), frozenset(shards), saved)
 
 
 def _plain(dims: Iterable[int]) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ def _array_at(instruction: hlo.Instruction, index: Sequence[int]) -> hlo.Shape |
     return node if isinstance(node, hlo.Shape) else None
 
 
-def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instruction]:
+def _origins(facts: BufferFacts, name: str, index: tuple[int, ...]) -> list[hlo.Instruction]:
     """Return the instructions that made an array's contents, traced back through copies, conversions and loops."""
     module = facts.module
     origins: dict[str, hlo.Instruction] = {}
@@ -268,7 +268,7 @@ def _saved_class(names: tuple[str, ...]) -> tuple[str, str]:
 WORKSPACE = "cuDNN workspace"
 
 
-def classify(facts: Facts, value: Value) -> tuple[str, str]:
+def classify(facts: BufferFacts, value: Value) -> tuple[str, str]:
     """Return (class, name of the saved activation or "") of a value in the heap.
 
     A value of uncertain class counts as "temporaries", since users choose settings by the sizes of the other classes.
@@ -316,7 +316,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     return ("logits and loss" if "(loss)" in text else "temporaries"), ""
 
 
-def written_by(facts: Facts, value: Value) -> str:
+def writer_scope(facts: BufferFacts, value: Value) -> str:
     """Return the pass and the part of the model whose operation wrote a value, such as "backward mlp".
 
     A collective's results are "collectives", values of operations without a scope "no scope".
@@ -325,8 +325,8 @@ def written_by(facts: Facts, value: Value) -> str:
     if is_collective(facts.module, producer):
         return "collectives"
     origins = (producer, *_origins(facts, value.instruction, value.index))
-    name = next((name for i in origins for name in _op_names(facts.module, i) if part_of(name)), "")
-    return f"{phase_of(name)} {part_of(name)}".strip() if name else "no scope"
+    name = next((name for i in origins for name in _op_names(facts.module, i) if scope_of(name)), "")
+    return f"{phase_of(name)} {scope_of(name)}".strip() if name else "no scope"
 
 
 # ---- Peak
@@ -344,7 +344,7 @@ _PHASES = (  # the first match counts: an op_name can contain several of these
 _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/optimizer/")
 
 
-def phase(op_name: str) -> str:
+def memory_phase(op_name: str) -> str:
     """Return the phase of the step that an instruction with this op_name belongs to; "" if the op_name has no phase."""
     return next((phase for marker, phase in _PHASES if marker in op_name), "") if _MARKS.search(op_name) else ""
 
@@ -355,7 +355,7 @@ def _thin(points: Sequence[tuple[float, str]]) -> list[int]:
     return [max(indices, key=lambda i: points[i][0]) for indices in ranges]
 
 
-def memory(assignment: Assignment, program: Program, module: hlo.Module, card: CardMemory, workspace: Workspace) -> Memory:
+def step_memory(assignment: Assignment, program: Program, module: hlo.Module, card: CardMemory, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
     `peak_gib` is the peak of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to it,
@@ -366,7 +366,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
       assignment, module, workspace: read from the program's compiled step.
       card: memory of the GPU.
     """
-    step_facts = facts(program, module)
+    step_facts = buffer_facts(program, module)
     kind_of = functools.cache(lambda value: classify(step_facts, assignment.values[value]))
     parameters = {i.parameter_number: i for i in module.entry.parameters}
     outside = [
@@ -378,7 +378,9 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
 
     timeline, current_phase = [], "embed"  # before the first layer: the embedding, and early gathers
     for event, (live_bytes, _) in zip(assignment.heap, replay(assignment), strict=True):
-        current_phase = next(filter(None, map(phase, _op_names(module, module.instruction(event.instruction)))), current_phase)
+        current_phase = next(
+            filter(None, map(memory_phase, _op_names(module, module.instruction(event.instruction)))), current_phase
+        )
         timeline.append(((base.total() + live_bytes) / GIB, current_phase))
     points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
     top = max(points, key=lambda index: timeline[index][0])
@@ -399,7 +401,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         if kind == "saved activations":
             saved[name] += size
         if kind == "temporaries":
-            temporaries[written_by(step_facts, value)] += size
+            temporaries[writer_scope(step_facts, value)] += size
     largest = sorted((array for array in peak_arrays if array[0] >= LISTED), key=lambda array: -array[0])
     peak, at_peak = points[top], assignment.heap[top].instruction
     over_time = [
@@ -426,7 +428,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
     )
 
 
-def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
+def _buffer(facts: BufferFacts, size: int, kind: str, value: Value) -> Buffer:
     """Return an entry for the list of the largest arrays at the peak. size: bytes. kind: class of memory."""
     module = facts.module
     producer = module.instruction(value.instruction)

@@ -41,7 +41,7 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class CollectiveOp:
     """One collective instruction. Byte counts are bytes that each GPU sends in one launch."""
 
     kind: str  # all-gather | reduce-scatter | all-reduce | all-to-all | collective-permute | ...
@@ -67,7 +67,7 @@ class Found:
         return operand_bytes * self.group if self.kind == "all-gather" else operand_bytes
 
 
-def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict[str, Found]:
+def read_collectives(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict[str, CollectiveOp]:
     """Return instruction -> the collective that it launches, for every collective of a module, in scheduled order.
 
     Args:
@@ -78,7 +78,7 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict
     if math.prod(mesh_shape.values()) != module.num_partitions:
         raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
     mesh = _Mesh(mesh_shape, gpus_per_node)
-    collective_ops: dict[str, Found] = {}
+    collective_ops: dict[str, CollectiveOp] = {}
     inside: set[str] = set()  # computations inside of a launch that is counted already
     for i, computation, times, loops in walk(module):
         if i.name in inside:
@@ -124,7 +124,7 @@ def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Co
 
 def _make_op(
     mesh: "_Mesh", i: Instruction, computation: Computation, launch: Instruction, times: int, loops: tuple[str, ...]
-) -> Found:
+) -> CollectiveOp:
     kind = _kind(i) or ""
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the other operands are offsets and sizes
     arrays = [leaf for o in operands for leaf in leaves(computation.by_name[o].type)]
@@ -138,7 +138,7 @@ def _make_op(
         ring_network = wire / local if local < group else 0
         network = size * (group - local) / group if kind in _ALL_TO_ALLS else ring_network
         hops = _hops(kind, math.ceil(group / local))
-    return Found(
+    return CollectiveOp(
         kind=kind,
         dtype="+".join(dict.fromkeys(a.dtype for a in arrays)),
         axis=axis,
@@ -171,8 +171,8 @@ def _ring_bytes(kind: str, size: int, n: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (n - 1) / n * size
 
 
-def _merge_ops(ops: list[Found]) -> Found:
-    """Return one `Found` for the collectives that one instruction launches, with the sum of their bytes."""
+def _merge_ops(ops: list[CollectiveOp]) -> CollectiveOp:
+    """Return one `CollectiveOp` for the collectives that one instruction launches, with the sum of their bytes."""
     first = ops[0]
     if len({(op.kind, op.axis, op.group) for op in ops}) > 1:
         several = "; ".join(f"{op.kind} over {op.axis}" for op in ops)

@@ -165,7 +165,7 @@ class Module:
 # ---- Text to module
 
 
-def parse(text: str, further_rounds: int = 0) -> Module:
+def parse_hlo(text: str, further_rounds: int = 0) -> Module:
     """Return the module of an HLO text. further_rounds: assumed rounds of each expert dispatch after the first.
 
     Raises HloError for a line that cannot be parsed.

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from jaxtrain.plan import result
-from jaxtrain.plan.program.collectives import Found, is_collective
+from jaxtrain.plan.program.collectives import CollectiveOp, is_collective
 from jaxtrain.plan.program.hlo import BITS, Computation, HloError, Instruction, Module, Shape, Type, leaves
-from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PALLAS_FRACTION, fp8_attention, fraction, over_length
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PALLAS_FRACTION, fp8_attention, length_factor, rate_fraction
 
 # Shortest time of a kernel, launch and tail. The value is assumed, as in XLA's own cost model (kKernelLaunchOverhead). It
 # matters only for scalar kernels of loops and of the optimizer.
@@ -42,8 +42,8 @@ ELEMENTWISE = _words(
 SLICES = _words("slice dynamic-slice gather broadcast pad")  # read at most the output's size of operand 0
 REDUCTIONS = _words("reduce reduce-window select-and-scatter concatenate")
 UPDATES = ("dynamic-update-slice", "scatter")
-OTHER = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDATES)
-MEMORY_BOUND = ELEMENTWISE | SLICES | REDUCTIONS | OTHER
+OTHER_OPS = _words("iota rng rng-bit-generator rng-get-and-update-state").union(UPDATES)
+MEMORY_BOUND = ELEMENTWISE | SLICES | REDUCTIONS | OTHER_OPS
 FUSIONS = ("fusion", "fusion-start")
 
 FP8_CALL = "__cublas$lt$matmul$f8"
@@ -70,7 +70,7 @@ CAUSAL_MASKS = {"CAUSAL": True, "PADDING_CAUSAL": True, "NO_MASK": False, "PADDI
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class OpCost:
     """Cost of one run of an instruction."""
 
     kind: str = "memory"  # gemm | attention | memory | host | communication
@@ -92,32 +92,34 @@ class Work:
         if self.kind == "communication":
             links = [(self.bytes, rates.nvlink_gb_s, rates.collective_curve, self.message)]
             links.append((self.network_bytes, rates.network_gb_s, rates.network_curve, self.network_bytes))
-            longest = max(sent / (full * 1e9 * fraction(curve, size)) if sent else 0.0 for sent, full, curve, size in links)
+            longest = max(
+                sent / (full * 1e9 * rate_fraction(curve, size)) if sent else 0.0 for sent, full, curve, size in links
+            )
             return longest + self.hops * rates.network_latency_us * 1e-6
         rate = rates.fp8_tflops if self.fp8 else rates.gemm_tflops
         if self.kind == "attention":
             rate = rates.attention_backward_tflops if self.backward else rates.attention_forward_tflops
-            rate *= over_length(self.keys, self.backward)
+            rate *= length_factor(self.keys, self.backward)
         arithmetic = self.flops / (self.share * rate * 1e12)
         memory = max(self.bytes / (rates.memory_tb_s * 1e12), self.host_bytes / (rates.host_gb_s * 1e9))
         return max(arithmetic, memory, KERNEL_US * 1e-6)
 
 
-def of_experts(i: Instruction) -> bool:
+def is_expert_matmul(i: Instruction) -> bool:
     """Return whether an instruction is one of jaxtrain's grouped matmuls of experts."""
     return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
 
 
-def in_8_bits(computation: Computation, i: Instruction) -> bool:
+def is_fp8_matmul(computation: Computation, i: Instruction) -> bool:
     """Return whether a matmul's operands are in 8-bit floating point."""
     return i.target == FP8_CALL or (
-        of_experts(i) and leaves(computation.by_name[i.operands[-1]].type)[0].dtype.startswith("f8")
+        is_expert_matmul(i) and leaves(computation.by_name[i.operands[-1]].type)[0].dtype.startswith("f8")
     )
 
 
-def work(
-    module: Module, computation: Computation, i: Instruction, collective_ops: Mapping[str, Found], filled: float = 1.0
-) -> Work | None:
+def instruction_cost(
+    module: Module, computation: Computation, i: Instruction, collective_ops: Mapping[str, CollectiveOp], filled: float = 1.0
+) -> OpCost | None:
     """Return the cost of one run of an instruction; None if it runs no kernel. An asynchronous start has its kernel's cost.
 
     Raises HloError for an unknown instruction.
@@ -130,10 +132,10 @@ def work(
         if i.name not in collective_ops:
             raise HloError(f"{i.name}: the bytes that this {i.opcode} sends are not known")
         op = collective_ops[i.name]
-        return Work("communication", bytes=op.wire_bytes, network_bytes=op.network_bytes, message=op.message, hops=op.hops)
+        return OpCost("communication", bytes=op.wire_bytes, network_bytes=op.network_bytes, message=op.message, hops=op.hops)
     if i.opcode in ("async-start", "call-start"):
         called = module.computations[i.called[0]]
-        costs = [w for inner in called.instructions if (w := work(module, called, inner, collective_ops, filled))]
+        costs = [w for inner in called.instructions if (w := instruction_cost(module, called, inner, collective_ops, filled))]
         if len(costs) > 1:
             raise HloError(f"{i.name}: an asynchronous call of {len(costs)} kernels; only one is understood")
         return costs[0] if costs else None
@@ -162,7 +164,7 @@ def work(
         return _attention_cost(computation, i)
     if i.target == MOSAIC and (call := PALLAS_CALL.search(i.op_name)):
         return _pallas_cost(computation, i, call)
-    if of_experts(i):
+    if is_expert_matmul(i):
         return _experts_cost(computation, i, filled)
     if opcode in MEMORY_BOUND:
         return _kernel_cost(*_as_fusion(computation, i), "memory", 0.0)
@@ -206,7 +208,7 @@ def _fused_gemm_flops(module: Module, computation: Computation, i: Instruction) 
     return total
 
 
-def _attention_cost(computation: Computation, i: Instruction) -> Work:
+def _attention_cost(computation: Computation, i: Instruction) -> OpCost:
     config = _backend_config(i, "cudnn_fmha_backend_config")
     mask, window = config["mask_type"], int(config.get("sliding_window_length", 0))
     if mask not in CAUSAL_MASKS:
@@ -218,10 +220,10 @@ def _attention_cost(computation: Computation, i: Instruction) -> Work:
     # The log-sum-exp (f32) of packed sequences has a value per token for every possible document. Only one per token is used.
     num_bytes = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
     num_bytes += 4.0 * q[0] * q[1] * q[2]
-    return Work("attention", flops, num_bytes, backward=i.target.endswith("Backward"), keys=k[1])
+    return OpCost("attention", flops, num_bytes, backward=i.target.endswith("Backward"), keys=k[1])
 
 
-def _pallas_cost(computation: Computation, i: Instruction, call: re.Match[str]) -> Work:
+def _pallas_cost(computation: Computation, i: Instruction, call: re.Match[str]) -> OpCost:
     inputs = [leaf for o in i.operands for leaf in leaves(computation.by_name[o].type)]
     q, k = (leaf.dims for leaf in inputs[PALLAS_FIRST : PALLAS_FIRST + 2])  # (B, T, N, H), (B, S, K, H)
     mask = "NO_MASK" if call[2] == "all" else "CAUSAL"
@@ -230,20 +232,22 @@ def _pallas_cost(computation: Computation, i: Instruction, call: re.Match[str]) 
     num_bytes = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
     backward = call[1].startswith("backward")
     share = PALLAS_ATTENTION[backward] * (fp8_attention(k[1]) if call[1] == "forward_fp8" else 1.0)
-    return Work("attention", flops, num_bytes, backward=backward, keys=k[1], share=share)
+    return OpCost("attention", flops, num_bytes, backward=backward, keys=k[1], share=share)
 
 
-def _experts_cost(computation: Computation, i: Instruction, filled: float) -> Work:
+def _experts_cost(computation: Computation, i: Instruction, filled: float) -> OpCost:
     """Return the cost of a grouped matmul: (R, D) x (E, D, F), or for weight gradients (D, R) x (R, F). R: rows of tokens."""
     lhs, rhs = (leaves(computation.by_name[o].type)[0] for o in i.operands[-2:])
     output = leaves(i.type)[0]
     width = math.prod(lhs.dims[1:]) * (rhs.dims[1] if len(rhs.dims) == 2 else output.dims[1])
     num_bytes = float(lhs.bytes + rhs.bytes + output.bytes)
-    return Work("gemm", 2.0 * filled * lhs.dims[0] * width, num_bytes, share=PALLAS_FRACTION, fp8=in_8_bits(computation, i))
+    return OpCost(
+        "gemm", 2.0 * filled * lhs.dims[0] * width, num_bytes, share=PALLAS_FRACTION, fp8=is_fp8_matmul(computation, i)
+    )
 
 
-def _sort_cost(i: Instruction) -> Work:
-    return Work("memory", 0.0, float(SORT_PASSES * sum(leaf.bytes for leaf in leaves(i.type))))
+def _sort_cost(i: Instruction) -> OpCost:
+    return OpCost("memory", 0.0, float(SORT_PASSES * sum(leaf.bytes for leaf in leaves(i.type))))
 
 
 def _backend_config(i: Instruction, key: str) -> dict:
@@ -256,7 +260,7 @@ def _backend_config(i: Instruction, key: str) -> dict:
 # ---- Bytes
 
 
-def _kernel_cost(inside: Computation, arguments: list[Type], output_type: Type, kind: str, flops: float) -> Work:
+def _kernel_cost(inside: Computation, arguments: list[Type], output_type: Type, kind: str, flops: float) -> OpCost:
     """Return the cost of a kernel with the bytes that it reads of its arguments and writes of its output.
 
     A library call's second output is a workspace and does not count.
@@ -298,14 +302,14 @@ def _as_fusion(computation: Computation, i: Instruction) -> tuple[Computation, l
     return inside, [p.type for p in parameters], i.type
 
 
-def _cost_of_accesses(kind: str, flops: float, accesses: list[tuple[float, Shape]]) -> Work:
+def _cost_of_accesses(kind: str, flops: float, accesses: list[tuple[float, Shape]]) -> OpCost:
     """Return the cost of `flops` FLOPs and of `accesses`: (bytes, array) of each access.
 
     The cost's kind is "host" if any access is to host memory, else `kind`.
     """
     host = sum(b for b, s in accesses if s.memory_space == HOST_SPACE)
     device = sum(b for b, s in accesses if s.memory_space != HOST_SPACE)
-    return Work("host" if host else kind, flops, device, host)
+    return OpCost("host" if host else kind, flops, device, host)
 
 
 def _elements(i: Instruction) -> int:

@@ -14,19 +14,19 @@ STAGE, EXPERT = "stage", "expert"
 SMALL = 0.5  # times the bytes of the largest permutation: smaller permutations send no activations
 
 
-def pipeline(layout: Layout, collectives: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
+def pipeline_figures(layout: Layout, collectives: Sequence[Collective], memory: Memory) -> result.PipelineFigures | None:
     """Return the figures of a pipeline; None if it has one stage. collectives: every collective of a step."""
     schedule = schedule_of(layout)
     if schedule.stages == 1:
         return None
     stage_collectives = [c for c in collectives if STAGE in c.axes]
     permutes = [c for c in stage_collectives if c.kind == "collective-permute"]
-    return result.Pipeline(
+    return result.PipelineFigures(
         schedule=schedule.name,
         stages=schedule.stages,
         groups=schedule.groups,
         microbatches=schedule.microbatches,
-        layers=layers(layout.stages),
+        layers=stage_layers(layout.stages),
         bubble=schedule.bubble,
         idle=_idle(schedule, permutes),
         in_flight=schedule.in_flight,
@@ -39,7 +39,7 @@ def pipeline(layout: Layout, collectives: Sequence[Collective], memory: Memory) 
     )
 
 
-def layers(arrangement: Arrangement) -> tuple[str, ...]:
+def stage_layers(arrangement: Arrangement) -> tuple[str, ...]:
     """Return the layers of each stage: "0-9", or "0-4 10-14" for two virtual stages."""
     out = []
     for stage in range(arrangement.stages):
@@ -64,7 +64,7 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
     return 1 - 2 * schedule.units / passes if passes else 0.0
 
 
-def experts(program: Program, collectives: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
+def expert_figures(program: Program, collectives: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
     """Return the figures of a model's experts; None for a dense model. load: the busiest expert's load over an even load."""
     run, placement = program.run, program.placement
     model = run.model

@@ -22,9 +22,9 @@ from jaxtrain.models import flops, windows
 from jaxtrain.models.activations import kept
 from jaxtrain.models.attention import KIND_SWITCH
 from jaxtrain.plan import result
-from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.collectives import CollectiveOp
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
-from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
+from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, OpCost, attention_pairs, instruction_cost
 from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.program import Program
@@ -62,21 +62,21 @@ class Roofline:
     gemm_flops: float
     gemm_least_ms: float  # time of the matmuls if only their FLOPs count
     collectives: tuple[result.Collective, ...]  # in the order of the schedule
-    kernels: tuple[result.Kernel, ...]  # longest first
+    kernels: tuple[result.KernelSummary, ...]  # longest first
     bound_by: str
 
 
 def predict(
     module: Module,
     rates: result.Rates,
-    collective_ops: Mapping[str, Found],
+    collective_ops: Mapping[str, CollectiveOp],
     record: Listener | None = None,
     filled: float = 1.0,
 ) -> Roofline:
     """Return the estimated time of a scheduled, partitioned module.
 
     Args:
-      collective_ops: instruction -> the collective that it launches (`collectives.read`).
+      collective_ops: instruction -> the collective that it launches (`read_collectives`).
       record: called with the start and end of each run of an instruction.
       filled: fraction of the rows of the expert buffers that have tokens.
 
@@ -98,7 +98,12 @@ class _Schedule:
     """Simulates the streams of a module, and sums their times."""
 
     def __init__(
-        self, module: Module, rates: result.Rates, collective_ops: Mapping[str, Found], record: Listener | None, filled: float
+        self,
+        module: Module,
+        rates: result.Rates,
+        collective_ops: Mapping[str, CollectiveOp],
+        record: Listener | None,
+        filled: float,
     ):
         self.module, self.rates, self.collective_ops, self.record, self.filled = module, rates, collective_ops, record, filled
         self.seconds: dict[str, float] = defaultdict(float)  # by kind of work; copies: only the waits for them
@@ -109,7 +114,7 @@ class _Schedule:
         self.link_ms: dict[str, float] = defaultdict(float)
         self.exposed_ms: dict[str, float] = defaultdict(float)
         self.kernels: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
-        self.costs: dict[str, Work | None] = {}
+        self.costs: dict[str, OpCost | None] = {}
 
     def run(self) -> Roofline:
         clock: Clock = dict.fromkeys((COMPUTE, *LINKS, COPY), 0.0)
@@ -132,7 +137,7 @@ class _Schedule:
         }
         most = max(shares, key=lambda k: shares[k])
         kernels = [
-            result.Kernel(kind, name, source, round(n), s * 1e3, num_flops / 1e12, num_bytes / 1e9)
+            result.KernelSummary(kind, name, source, round(n), s * 1e3, num_flops / 1e12, num_bytes / 1e9)
             for (kind, name, source), (n, s, num_flops, num_bytes) in self.kernels.items()
         ]
         return Roofline(
@@ -152,7 +157,7 @@ class _Schedule:
         )
 
     @staticmethod
-    def over_step(op: Found, ms: float, exposed_ms: float) -> result.Collective:
+    def over_step(op: CollectiveOp, ms: float, exposed_ms: float) -> result.Collective:
         """Return a collective summed over a step. ms, exposed_ms: times of all its launches."""
         names = ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
         wire, network = (op.count * each / GIB for each in (op.wire_bytes, op.network_bytes))
@@ -190,7 +195,7 @@ class _Schedule:
         """Simulate one instruction: run its kernel on the compute stream, or start it on another stream."""
         asynchronous = i.opcode.endswith("-start")
         if i.name not in self.costs:
-            self.costs[i.name] = work(self.module, computation, i, self.collective_ops, self.filled)
+            self.costs[i.name] = instruction_cost(self.module, computation, i, self.collective_ops, self.filled)
         cost = self.costs[i.name]
         seconds = cost.seconds(self.rates) if cost else 0.0
         if cost:
@@ -265,13 +270,13 @@ class _Schedule:
             ends.append((trial[COMPUTE], name))
         self.walk(self.module.computations[max(ends)[1]], clock, times)
 
-    def count(self, i: Instruction, cost: Work, seconds: float, times: float) -> None:
+    def count(self, i: Instruction, cost: OpCost, seconds: float, times: float) -> None:
         op_name, source = i.op_name, i.source
         if "/" not in op_name and i.called:  # the compiler made it: name it after its matmul, or else its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
             inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
-        name = label(op_name) or re.sub(r"[.\d]+$", "", i.name)
+        name = op_label(op_name) or re.sub(r"[.\d]+$", "", i.name)
         kernel = self.kernels[cost.kind, name, source]
         for n, value in enumerate((1, seconds, cost.flops, cost.bytes + cost.host_bytes)):
             kernel[n] += value * times
@@ -282,7 +287,7 @@ class _Schedule:
 
 
 # Parts of a path of scopes that JAX adds.
-LOST = re.compile(
+ADDED_SCOPES = re.compile(
     r"(jit\(.*\)||while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|shard_map|"
     rf"pallas_call|mpmd_map|{KIND_SWITCH})"
 )
@@ -291,13 +296,13 @@ STACK = "layers"  # the scope around all layers
 ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
 
-def label(op_name: str) -> str:
+def op_label(op_name: str) -> str:
     """Return a readable name of an instruction: its pass, its named scopes, and its operation unless that is dot_general.
 
     "jit(train_step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/BTD,DF->BTF/dot_general" is
     "recompute mlp/BTD,DF->BTF".
     """
-    op_name = first(op_name)
+    op_name = first_op_name(op_name)
     if not op_name:
         return ""
     if "rematted_computation" in op_name:
@@ -312,7 +317,7 @@ def label(op_name: str) -> str:
         phase = "optimizer "
     else:
         phase = ""
-    scopes = [scope for scope in path(op_name) if scope != phase.strip()]
+    scopes = [scope for scope in scope_path(op_name) if scope != phase.strip()]
     if len(scopes) > 1 and scopes[-1] == "dot_general":
         scopes.pop()
     while len(scopes) > 1 and scopes[0] == STACK:
@@ -320,15 +325,17 @@ def label(op_name: str) -> str:
     return phase + "/".join(scopes) if scopes else phase.strip()
 
 
-def path(op_name: str) -> list[str]:
+def scope_path(op_name: str) -> list[str]:
     """Return the named scopes, outermost first, and the operation. If XLA combined several op_names, the first one counts."""
-    return [scope for wrapped in first(op_name).split("/") if not LOST.fullmatch(scope := _unwrap_scope(wrapped))]
+    return [
+        scope for wrapped in first_op_name(op_name).split("/") if not ADDED_SCOPES.fullmatch(scope := _unwrap_scope(wrapped))
+    ]
 
 
-def part_of(op_name: str) -> str:
+def scope_of(op_name: str) -> str:
     """Return the part of an operation from its scopes, such as `mlp`, or `layers` for the loop over layers; else ""."""
     last = op_name.rsplit("/", 1)[-1]
-    scopes = [scope for scope in path(op_name) if "->" not in scope]  # the equation of an einsum is a scope too
+    scopes = [scope for scope in scope_path(op_name) if "->" not in scope]  # the equation of an einsum is a scope too
     if scopes and scopes[-1] in (last, last.rstrip(")")) or "/(" in op_name:
         scopes = scopes[:-1]  # the last name is the operation's
     inner = [scope for scope in scopes if scope != STACK]
@@ -337,9 +344,9 @@ def part_of(op_name: str) -> str:
 
 def phase_of(op_name: str) -> str:
     """Return "forward", "backward" or "recompute"; "" for the parts of ONCE, such as `optimizer`."""
-    if part_of(op_name) in ONCE:
+    if scope_of(op_name) in ONCE:
         return ""
-    op_name = first(op_name)
+    op_name = first_op_name(op_name)
     if "rematted_computation" in op_name:
         return "recompute"
     return "backward" if "transpose(" in op_name else "forward"
@@ -352,7 +359,7 @@ def _unwrap_scope(scope: str) -> str:
     return scope
 
 
-def first(op_name: str) -> str:
+def first_op_name(op_name: str) -> str:
     """Return the first of several op_names that XLA combined as "prefix/(one:two)"."""
     prefix, combined, op_names = op_name.rpartition("/(")
     if not combined:

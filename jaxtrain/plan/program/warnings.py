@@ -23,10 +23,10 @@ from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.precision import EXPERTS, uneven
-from jaxtrain.plan.program.collectives import Found
+from jaxtrain.plan.program.collectives import CollectiveOp
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
-from jaxtrain.plan.program.op_cost import GEMM_CALLS, in_8_bits, of_experts
-from jaxtrain.plan.program.roofline import Roofline, label
+from jaxtrain.plan.program.op_cost import GEMM_CALLS, is_expert_matmul, is_fp8_matmul
+from jaxtrain.plan.program.roofline import Roofline, op_label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
 from jaxtrain.sharding import Placement, large_replicated_arrays, node_of
 from jaxtrain.step.definition import fp8_weights
@@ -37,7 +37,7 @@ from jaxtrain.step.state import abstract_tensors
 LARGE = 1 << 20  # bytes; smaller launches and arrays cause no warning
 EXPOSED = 0.02  # of the step; less exposed communication causes no warning
 SLACK = 1.25  # over the tokens that would overlap all communication, since no schedule is perfect
-NAMED = 4  # names in one warning; more are only counted
+MAX_NAMES = 4  # names in one warning; more are only counted
 # Operations directly in the loop over microbatches. Those of inner loops have another "/while/body".
 MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -51,7 +51,7 @@ NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
 
 def program_warnings(
-    program: Program, module: Module, ops: Collection[Found], collectives: Sequence[Collective], step_ms: float
+    program: Program, module: Module, ops: Collection[CollectiveOp], collectives: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program.
 
@@ -75,7 +75,7 @@ def program_warnings(
     )
 
 
-def microbatch_loops(microbatches: int, ops: Collection[Found]) -> frozenset[str]:
+def microbatch_loops(microbatches: int, ops: Collection[CollectiveOp]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
     The compiler may leave a loop without an op_name. So the loop is recognised by its collectives outside of inner loops.
@@ -85,17 +85,17 @@ def microbatch_loops(microbatches: int, ops: Collection[Found]) -> frozenset[str
     return frozenset(op.loops[0] for op in ops if len(op.loops) == 1 and MICROBATCH.match(op.op_name))
 
 
-def _line(op: Found) -> str:
+def _line(op: CollectiveOp) -> str:
     return op.source or op.op_name or op.instruction
 
 
-def _cost(op: Found) -> str:
+def _cost(op: CollectiveOp) -> str:
     return f"{op.count} a step, {op.count * op.wire_bytes / 1e9:.2f} GB on the wire a GPU"
 
 
-def _by_line(ops: Sequence[Found]) -> list[Found]:
+def _by_line(ops: Sequence[CollectiveOp]) -> list[CollectiveOp]:
     """Return collectives, merged by kind, dtype, axis and line of Python (unrolled loops repeat them), most bytes first."""
-    groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[CollectiveOp]] = defaultdict(list)
     for op in ops:
         groups[op.kind, op.dtype, op.axis, _line(op)].append(op)
     merged = []
@@ -106,7 +106,7 @@ def _by_line(ops: Sequence[Found]) -> list[Found]:
     return sorted(merged, key=lambda op: -op.count * op.wire_bytes)
 
 
-def _float32(precision: str, dtypes: StepDtypes, ops: Sequence[Found]) -> Iterator[str]:
+def _float32(precision: str, dtypes: StepDtypes, ops: Sequence[CollectiveOp]) -> Iterator[str]:
     """Yield a warning for each float32 gather if `precision` is not f32, and float32 reduction if `dtypes.reduce` is not."""
     for op in _by_line([op for op in ops if "f32" in op.dtype.split("+") and op.f32 * op.wire_bytes > LARGE]):
         start = f"float32 {op.kind} over {op.axis} ({_cost(op)}) from {_line(op)}: "
@@ -117,7 +117,7 @@ def _float32(precision: str, dtypes: StepDtypes, ops: Sequence[Found]) -> Iterat
             yield f"{start}dtypes.reduce is {dtypes.reduce}. Fix: cast before the reduction."
 
 
-def _invariant_gathers(module: Module, ops: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
+def _invariant_gathers(module: Module, ops: Sequence[CollectiveOp], microbatches: frozenset[str]) -> Iterator[str]:
     """Yield a warning for each gather inside a loop of a value that does not change in the loop.
 
     The loop over microbatches is left out: ZeRO shards weights to avoid holding gathered weights throughout that loop.
@@ -172,10 +172,10 @@ def _passed_through(body: Computation, index: int) -> bool:
     return int(last.attributes["index"]) == index
 
 
-def _resharding(module: Module, ops: Sequence[Found]) -> Iterator[str]:
+def _resharding(module: Module, ops: Sequence[CollectiveOp]) -> Iterator[str]:
     """Yield a warning for each collective that the partitioner inserted because two shardings in the program differ."""
 
-    def by_partitioner(op: Found) -> bool:
+    def by_partitioner(op: CollectiveOp) -> bool:
         launch = module.instruction(op.instruction)
         inner = [i for name in launch.called for i in module.computations[name].instructions]
         return any('is_spmd_generated="true"' in i.attributes.get("frontend_attributes", "") for i in (launch, *inner))
@@ -200,10 +200,10 @@ def _replicated(program: Program) -> Iterator[str]:
         short = LAYER.sub(".layers.*.", name)
         layers[short] += short != name
     shown = [f"{name} ({count} layers)" if count else name for name, count in layers.items()]
-    more = [f"{len(shown) - NAMED} more"] if len(shown) > NAMED else []
+    more = [f"{len(shown) - MAX_NAMES} more"] if len(shown) > MAX_NAMES else []
     gib = sum(sizes[name] for name in names) / 2**30
     yield (
-        f"replicated, every GPU holds all of it ({gib:.2f} GiB): {', '.join(shown[:NAMED] + more)}. "
+        f"replicated, every GPU holds all of it ({gib:.2f} GiB): {', '.join(shown[:MAX_NAMES] + more)}. "
         "Fix: shard one of the parameter's dimensions by sharding.rules; its moments follow."
     )
 
@@ -215,8 +215,8 @@ def _exposed(collectives: Sequence[Collective], step_ms: float) -> Iterator[str]
         exposed[f"{c.kind} over {c.axis} ({c.source or c.op_name})"] += c.exposed_ms
     longest = sorted(((ms, name) for name, ms in exposed.items() if ms > EXPOSED * step_ms), reverse=True)
     if longest:
-        listed = "; ".join(f"{name} {ms:.3g} ms" for ms, name in longest[:NAMED])
-        more = f"; {len(longest) - NAMED} more" if len(longest) > NAMED else ""
+        listed = "; ".join(f"{name} {ms:.3g} ms" for ms, name in longest[:MAX_NAMES])
+        more = f"; {len(longest) - MAX_NAMES} more" if len(longest) > MAX_NAMES else ""
         total = sum(ms for ms, _ in longest)
         yield (
             f"exposed communication, {total:.3g} ms a step ({total / step_ms:.0%}): {listed}{more}. Fix: a larger microbatch "
@@ -238,14 +238,14 @@ def fp8_matmuls(program: Program, module: Module) -> Matmuls | None:
     total, num_fp8 = 0, 0
     wide: Counter[str] = Counter()
     for i, computation, times, _ in walk(module, fusions=True):
-        matmul = i.opcode == "dot" or i.target in GEMM_CALLS or of_experts(i)
-        if not matmul or label(i.op_name).startswith("loss") or any(path in i.source for path in NO_WEIGHT):
+        matmul = i.opcode == "dot" or i.target in GEMM_CALLS or is_expert_matmul(i)
+        if not matmul or op_label(i.op_name).startswith("loss") or any(path in i.source for path in NO_WEIGHT):
             continue
         total += times
-        if in_8_bits(computation, i):
+        if is_fp8_matmul(computation, i):
             num_fp8 += times
         else:
-            wide[f"{label(i.op_name) or i.name} ({i.source})"] += times
+            wide[f"{op_label(i.op_name) or i.name} ({i.source})"] += times
     layer_runs = run.model.num_layers * run.train.grad_accum
     return Matmuls(total / layer_runs, num_fp8 / layer_runs, tuple(f"{name}, {n:,} a step" for name, n in wide.most_common()))
 
@@ -409,7 +409,7 @@ def _saved_activations(remat: Remat, memory: Memory) -> Iterator[str]:
     if less[policy] < 1.0:
         return
     largest = sorted(memory.saved.items(), key=lambda item: -item[1])
-    listed = "; ".join(f"{name} {gib:.1f}" for name, gib in largest[:NAMED])
+    listed = "; ".join(f"{name} {gib:.1f}" for name, gib in largest[:MAX_NAMES])
     enough = "" if less[policy] > excess_gib else ", which is not enough alone: take a smaller microbatch too"
     yield (
         f"the step is {excess_gib:.1f} GiB too big, and remat.policy={remat.policy} saves {total:.1f} "

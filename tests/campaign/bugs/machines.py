@@ -90,8 +90,8 @@ BUGS = (
     Bug(
         "expect: the first lines count",
         "jaxtrain/plan/expect.py",
-        "self.seen <= FIRST",
-        "self.seen < FIRST",
+        "self.num_lines <= FIRST",
+        "self.num_lines < FIRST",
         "unit/test_plan_warnings.py -k told_once",
     ),
     Bug(

@@ -279,8 +279,8 @@ BUGS = (
     Bug(
         "LoRA: a merged weight has the adapter without its scale",
         "jaxtrain/hf/lora.py",
-        "+ scale * product(",
-        "+ product(",
+        "+ scale * adapter_product(",
+        "+ adapter_product(",
         "unit/test_lora.py -k merged_gives",
     ),
     Bug(
@@ -377,8 +377,8 @@ BUGS = (
     Bug(
         "Hugging Face: experts in one tensor take the wrong half",
         "jaxtrain/hf/names.py",
-        "start = sum(self._widths[: self.how.part])",
-        "start = sum(self._widths[self.how.part + 1 :])",
+        "start = sum(self._widths[: self.spec.part])",
+        "start = sum(self._widths[self.spec.part + 1 :])",
         "unit/test_hf.py -k one_tensor",
     ),
     Bug(
