@@ -34,7 +34,7 @@ from jaxtrain.config import environment, hardware, launch
 from jaxtrain.config.command_line import INTERRUPTED, REFUSED, make_console
 from jaxtrain.config.schema import Problem
 from jaxtrain.node import suite
-from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, Part, run_parts
+from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, SuitePart, run_parts
 from jaxtrain.report import bench
 from jaxtrain.train.child import LATE
 
@@ -48,7 +48,7 @@ HOST_GIB = "96"  # that may be pinned: some virtual machines report little memor
 
 
 @dataclasses.dataclass(frozen=True)
-class Item(Part):
+class Item(SuitePart):
     """An item. least_gib: memory of a GPU that it needs. per_card: a result does not hold for another kind of GPU."""
 
     least_gib: float = 0.0

@@ -25,7 +25,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import hardware, launch
 from jaxtrain.data import loading
 from jaxtrain.node import kernels, suite
-from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, Outcome
+from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, PartOutcome
 from jaxtrain.node.train_step import DATA, NOT_DONE, one_device, start_devices
 from jaxtrain.plan import rates
 from jaxtrain.report import bench
@@ -136,7 +136,7 @@ LEAN = (
 # ---- The machine
 
 
-def look(node: Node, limit_s: float) -> Outcome:
+def look(node: Node, limit_s: float) -> PartOutcome:
     """Record driver, compiler, memory, libraries and versions, without JAX."""
     commands = {
         "nvidia-smi": "nvidia-smi",
@@ -157,21 +157,21 @@ def look(node: Node, limit_s: float) -> Outcome:
         lines += [f"### {name}", "", "```text", *data[name].splitlines()[:80], "```", ""]
         if name == "gpu" and code == 0:
             gpu = data[name].splitlines()[-1]
-    return Outcome(GOOD, f"{gpu}; {' '.join(data['memory'].split()[:3])}", lines, data)
+    return PartOutcome(GOOD, f"{gpu}; {' '.join(data['memory'].split()[:3])}", lines, data)
 
 
-def compute(node: Node, limit_s: float) -> Outcome:
+def compute(node: Node, limit_s: float) -> PartOutcome:
     """Compute on the GPU: a product, functions, host memory, cuDNN's attention; two rates as ceilings."""
     request = {"cache": node.cache}
     seen = run_case("benchmarks.gpu_items:try_jax", request, log=node.log("compute"), limit_s=limit_s)
     if "product" not in seen:  # a crash of a library later leaves the first results
-        return Outcome(BAD, seen.get("why", "no answer"), data=seen)
+        return PartOutcome(BAD, seen.get("why", "no answer"), data=seen)
     errors = {name: seen.get(name, "not done") for name in ("product", "functions", "pinned", "attention")}
     wrong = [name for name, error in errors.items() if not (isinstance(error, float) and error < 1e-2)]
     found = {key: seen[key] for key in ("kind", *errors, "tflops", "tb_s") if key in seen}
     text = ", ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items())
     verdict = BAD if {"product", "functions"} & {*wrong} else OFF if wrong else GOOD
-    return Outcome(verdict, f"WRONG: {', '.join(wrong)}; {text}" if wrong else text, data=seen)
+    return PartOutcome(verdict, f"WRONG: {', '.join(wrong)}; {text}" if wrong else text, data=seen)
 
 
 def try_jax(request: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def loaded_cudnn() -> int:
 # ---- Correctness
 
 
-def check_kernels(title: str, names: Sequence[str], node: Node, limit_s: float) -> Outcome:
+def check_kernels(title: str, names: Sequence[str], node: Node, limit_s: float) -> PartOutcome:
     """Compare some kernels of attention with their definition (tests/gpu)."""
     chosen = SMOKE_KERNELS if node.smoke else names
     targets = [f"test_gpu_attention.py::test_attention[{name}]" for name in chosen]
@@ -296,7 +296,7 @@ def precisions(node: Node) -> list[str]:
     return list(PARITY)[:1] if node.smoke else list(PARITY)
 
 
-def compare_losses(node: Node, limit_s: float) -> Outcome:
+def compare_losses(node: Node, limit_s: float) -> PartOutcome:
     """Compare the losses of 20 steps with losses on a CPU, from the same weights and data."""
     deadline, data, wrong, texts = time.monotonic() + limit_s, {}, [], []
     for precision in precisions(node):
@@ -315,10 +315,10 @@ def compare_losses(node: Node, limit_s: float) -> Outcome:
             texts.append(f"{precision} {difference:.1e} ({here['attention']})")
             if not difference <= PARITY[precision]:
                 wrong.append(f"{precision}: losses differ by {difference:.1e}, {PARITY[precision]:.0e} is tolerated")
-    return Outcome(BAD if wrong else GOOD, "; ".join([*wrong, *texts]), data=data)
+    return PartOutcome(BAD if wrong else GOOD, "; ".join([*wrong, *texts]), data=data)
 
 
-def kill_and_resume(node: Node, limit_s: float) -> Outcome:
+def kill_and_resume(node: Node, limit_s: float) -> PartOutcome:
     """Kill a run (SIGKILL) after a checkpoint, resume it, and compare the losses of the steps that both have taken."""
     folder, deadline = node.path / "resume", time.monotonic() + limit_s
     shutil.rmtree(folder, ignore_errors=True)
@@ -341,7 +341,7 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
     before = losses()
     if ended is not None or not saved:
         why = "no checkpoint in time" if ended is None else f"the first attempt ended by itself, exit code {ended}"
-        return Outcome(BAD, f"{why}: {last_lines(log.read_text(errors='replace'))}")
+        return PartOutcome(BAD, f"{why}: {last_lines(log.read_text(errors='replace'))}")
     code, outcome = node.run_program("resume 2", command, deadline - time.monotonic())
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     after, receipt = losses(), json.loads((folder / "receipt.json").read_text())
@@ -353,11 +353,11 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
     text += f"the others within {difference:.1e}"
     data = {"killed": max(before), "resumed": resumed, "repeated": len(both), "equal": equal, "difference": difference}
     if code != 0 or not resumed or not difference <= RESUME_ERROR:
-        return Outcome(BAD, f"{text}; {outcome.found}", outcome.lines, data)
-    return Outcome(GOOD, f"{text}; last loss {after[max(after)]:.4f}", outcome.lines, data)
+        return PartOutcome(BAD, f"{text}; {outcome.found}", outcome.lines, data)
+    return PartOutcome(GOOD, f"{text}; last loss {after[max(after)]:.4f}", outcome.lines, data)
 
 
-def check_checkpoint(node: Node, limit_s: float) -> Outcome:
+def check_checkpoint(node: Node, limit_s: float) -> PartOutcome:
     """Save and restore the state of a small llama3_1b, and compare it bit for bit."""
     argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], *suite.SAVED, f"--config.paths.cache={node.cache}"]
     return suite.train_and_restore("checkpoint", node, limit_s, argv)
@@ -374,7 +374,7 @@ def step_argv(case: str, smoke: bool) -> list[str]:
     return [*base, *more, *DATA["synthetic"]]
 
 
-def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
+def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> PartOutcome:
     """Time the train steps of one of CASES, beside their estimate. If cuDNN's attention fails, time Pallas' attention."""
     argv, name = [*step_argv(case, node.smoke), f"--config.paths.cache={node.cache}"], f"{case}{' trace' if trace else ''}"
     request = {"steps": 3, "warmup": 1} if node.smoke or trace else {"steps": 8, "warmup": 2}
@@ -386,7 +386,7 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         answer = suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, **request)
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
-        return Outcome(verdict, f"{note}{answer['verdict']}: {answer['why']}", data=answer)
+        return PartOutcome(verdict, f"{note}{answer['verdict']}: {answer['why']}", data=answer)
     text = bench.step_result(answer)
     if answer["not_planned"] and not node.smoke:
         text += f"; not planned: {answer['not_planned']}"
@@ -394,10 +394,12 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         text += "; the CPU worked beside it"
     off = suite.differences_from_plan(answer)
     text = "; ".join([text, *off])
-    return Outcome(OFF if off or note else GOOD, note + text, bench.markdown(bench.step_table(name, {name: answer})), answer)
+    return PartOutcome(
+        OFF if off or note else GOOD, note + text, bench.markdown(bench.step_table(name, {name: answer})), answer
+    )
 
 
-def trace_step(case: str, node: Node, limit_s: float) -> Outcome:
+def trace_step(case: str, node: Node, limit_s: float) -> PartOutcome:
     """Trace two train steps of one of CASES, report the trace, and keep both."""
     folder, deadline = node.path / "trace", time.monotonic() + limit_s
     shutil.rmtree(folder, ignore_errors=True)
@@ -446,10 +448,10 @@ def begin_examples(node: Node) -> None:
     background.begin("example", lambda: peer_torch.export(argv, folder, log=log("example"), limit_s=300.0))
 
 
-def time_torch(node: Node, limit_s: float) -> Outcome:
+def time_torch(node: Node, limit_s: float) -> PartOutcome:
     """Time the step of one document a sequence in PyTorch, after a comparison of losses of a small model."""
     if not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
-        return Outcome(OUT, "this Python has no torch or no transformers")
+        return PartOutcome(OUT, "this Python has no torch or no transformers")
     deadline = time.monotonic() + limit_s
     small, example = (background.result(name, (deadline - time.monotonic()) / 2) for name in ("small example", "example"))
     platform = "cpu" if node.smoke else "gpu"
@@ -457,7 +459,7 @@ def time_torch(node: Node, limit_s: float) -> Outcome:
         small, sys.executable, node.log("torch small"), (deadline - time.monotonic()) / 2, platform
     )
     if wrong := [answer["why"] for answer in (same, example) if answer["verdict"] != OK]:
-        return Outcome(BAD, "; ".join(dict.fromkeys(wrong)), data={"same": same})
+        return PartOutcome(BAD, "; ".join(dict.fromkeys(wrong)), data={"same": same})
     settings = peer_torch.read_settings("sdpa,none" if node.smoke else TORCH)
     steps = (2, 3) if node.smoke else (2, 6)
     spec = example["spec"] | {"platform": platform, "settings": settings, "tune_s": 0.0, "warmup": steps[0], "steps": steps[1]}
@@ -466,19 +468,19 @@ def time_torch(node: Node, limit_s: float) -> Outcome:
     text, data = f"losses of a small model agree to {same['off']:.1e}", {"same": same, "torch": answer}
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
-        return Outcome(verdict, f"{answer['verdict']}: {answer['why']}; {text}", data=data)
+        return PartOutcome(verdict, f"{answer['verdict']}: {answer['why']}; {text}", data=data)
     text = f"{bench.step_result(answer)}, {answer['settings']}; {text}"
     for name in PEERS:
         ours = node.results.get("parts", {}).get(name, {}).get("data") or {}
         if ours.get("verdict") == OK:
             text = f"{ours['tokens_per_s'] / answer['tokens_per_s']:.3f} x PyTorch ({name}); {text}"
-    return Outcome(GOOD, text, bench.markdown(bench.step_table("PyTorch", {"PyTorch": answer})), data)
+    return PartOutcome(GOOD, text, bench.markdown(bench.step_table("PyTorch", {"PyTorch": answer})), data)
 
 
 # ---- Rates
 
 
-def calibrate(node: Node, limit_s: float) -> Outcome:
+def calibrate(node: Node, limit_s: float) -> PartOutcome:
     """Measure the rates of this GPU for plans, and keep them. Later items are compared with the same rates as earlier items."""
     gpu = hardware.lookup(node.devices.name)
     file = rates.calibration_path(gpu.name) if gpu else None
@@ -494,7 +496,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
     return outcome
 
 
-def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
+def time_kernels(kind: str, node: Node, limit_s: float) -> PartOutcome:
     """Time the kernels of one kind (node/kernels.py), and compare each time with its lower bound."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case(kernels.CASE, request, log=node.log(f"kernels {kind}"), limit_s=limit_s)
@@ -508,10 +510,10 @@ def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
     if answer["verdict"] != OK:
         text += f"; {answer['why']}"
     verdict = OFF if answer["verdict"] == LATE and done else GOOD if answer["verdict"] == OK else BAD
-    return Outcome(BAD if bad else verdict, "; ".join([text, *bad]), lines, rows)
+    return PartOutcome(BAD if bad else verdict, "; ".join([text, *bad]), lines, rows)
 
 
-def compare_packing(node: Node, limit_s: float) -> Outcome:
+def compare_packing(node: Node, limit_s: float) -> PartOutcome:
     """Time attention of a layer, forward and backward, by data.max_segments and by the documents in a sequence."""
     request = {"smoke": node.smoke, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case("benchmarks.gpu_items:time_packing", request, log=node.log("packing"), limit_s=limit_s)
@@ -519,8 +521,8 @@ def compare_packing(node: Node, limit_s: float) -> Outcome:
     done = [r for r in rows if "seconds" in r]
     text = "; ".join(f"{r['max_segments']} segments, {r['documents']} documents {1e3 * r['seconds']:.3g} ms" for r in done)
     if not done:
-        return Outcome(BAD, answer.get("why", "no form of sequences could be timed"), data=rows)
-    return Outcome(GOOD if answer["verdict"] == OK else OFF, f"{done[0]['kernel']}: {text}", data=rows)
+        return PartOutcome(BAD, answer.get("why", "no form of sequences could be timed"), data=rows)
+    return PartOutcome(GOOD if answer["verdict"] == OK else OFF, f"{done[0]['kernel']}: {text}", data=rows)
 
 
 def time_packing(request: dict[str, Any]) -> dict[str, Any]:
@@ -530,7 +532,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from jaxtrain.kernels.attention import Spec
-    from jaxtrain.node.measure import Sizes, attention, looped, timed
+    from jaxtrain.node.measure import Sizes, attention, make_loop, time_calls
 
     smoke = request["smoke"]
     shape, iterations = ((1, 128, 4, 2, 16), 2) if smoke else ((1, 8192, 32, 8, 128), 10)
@@ -545,9 +547,9 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
         _, both = attention(one, name, spec, shape, documents)
         body, constants, q_BTNH = both.prepare()
         try:
-            program: Any = looped(body, iterations)
+            program: Any = make_loop(body, iterations)
             step = program.lower(constants, q_BTNH).compile()
-            seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)[0]) / iterations
+            seconds = statistics.median(time_calls(step, constants, q_BTNH, sizes=sizes)[0]) / iterations
             used = step.memory_analysis()
             row |= {"seconds": seconds, "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
         except jax.errors.JaxRuntimeError as error:  # the workspace may exceed the memory
@@ -560,16 +562,16 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
 # ---- Preflight, and runs. Preflight is recorded, so that tests can use the node (tests/recorded).
 
 
-def record_preflight(node: Node, limit_s: float) -> Outcome:
+def record_preflight(node: Node, limit_s: float) -> PartOutcome:
     """Run all checks and measurements of preflight, and record the node."""
     file, recorded = node.path / "preflight.json", node.path / "recorded_node"
     command = jaxtrain_command("preflight", f"--json={file}", f"--record={recorded}")
     code, outcome = node.run_program("Preflight", command, limit_s)
     verdict = {0: GOOD, 3: OFF}.get(code or 0, BAD) if code is not None and file.exists() else BAD
-    return Outcome(verdict, outcome.found, outcome.lines, json.loads(file.read_text()) if file.exists() else {})
+    return PartOutcome(verdict, outcome.found, outcome.lines, json.loads(file.read_text()) if file.exists() else {})
 
 
-def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
+def check_gpu_metrics(node: Node, limit_s: float) -> PartOutcome:
     """Check the GPU metrics of a short run, its report and its receipt."""
     deadline, folder = time.monotonic() + limit_s, node.path / METRICS_RUN
     command = jaxtrain_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN, f"--workdir={folder}")
@@ -582,9 +584,9 @@ def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
     seen = [line for line in lines if line["kind"] == "gpu"]
     code, said = node.run_program("report", jaxtrain_command("report", str(folder)), deadline - time.monotonic())
     if code != 0:
-        return Outcome(BAD, f"the report: {said.found}", said.lines, receipt)
+        return PartOutcome(BAD, f"the report: {said.found}", said.lines, receipt)
     if not seen and not node.smoke:
-        return Outcome(BAD, "no GPU metrics", data=receipt)
+        return PartOutcome(BAD, "no GPU metrics", data=receipt)
     missing = sorted({key for line in seen for key, value in line.items() if value is None})
     text = f"lines of GPU metrics: {len(seen)}" + (f"; without {', '.join(missing)}" if missing else "")
-    return Outcome(GOOD, f"{text}; receipt, metrics and page in {folder.name}/", data={"gpu": seen, "receipt": receipt})
+    return PartOutcome(GOOD, f"{text}; receipt, metrics and page in {folder.name}/", data={"gpu": seen, "receipt": receipt})

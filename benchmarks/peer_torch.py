@@ -34,7 +34,7 @@ from jaxtrain.models import flops
 from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
-from jaxtrain.report.bench import Folder
+from jaxtrain.report.bench import BenchFolder
 from jaxtrain.step.validate_places import check_writable
 from jaxtrain.train import step_log
 from jaxtrain.train.child import FAILED, OK, last_lines, run_case
@@ -138,7 +138,7 @@ def start(args: Args) -> int:
         raise ConfigError(problems)
     request: dict[str, Any] = {"devices": 1, "steps": args.steps, "warmup": args.warmup}
     request["limit_s"] = args.limit or None
-    folder = Folder(args.out, args.json, "peer")
+    folder = BenchFolder(args.out, args.json, "peer")
     name, rounds = args.loaded.launch.name, args.rounds
     search = {"settings": settings, "tune_s": args.tune}
     failure = "one of the two could not be measured, or they do different work"
@@ -302,7 +302,7 @@ def run(
     rounds: int,
     request: Mapping[str, Any],
     search: Mapping[str, Any],
-    folder: Folder,
+    folder: BenchFolder,
     console: rich.console.Console,
 ) -> int:
     """Time jaxtrain and PyTorch alternately and print the ratio. Return 0; 1 if a step fails or `compare_losses` does.

@@ -170,7 +170,7 @@ def compile_schedule() -> dict[str, Any]:
     run, machine = jaxtrain.load("llama3_8b", parallel={"scan_layers": True}), topology.parse_topology("h200:8")
     step, rates = compile_step(run, machine), datasheet(machine.gpu, run.precision)
     sizes, passes = dict(step.program.placement.mesh.shape), run.train.grad_accum * run.model.num_layers
-    lanes = layer_schedule.read(step.module, sizes, machine, rates, passes)
+    lanes = layer_schedule.layer_events(step.module, sizes, machine, rates, passes)
     gaps = [max(0.0, b.start - a.end) for name in lanes if "links" not in name for a, b in itertools.pairwise(lanes[name])]
     short = {name: shorten(lane) for name, lane in lanes.items()}
     return {"jaxlib": installed.versions()["jaxlib"], "exposed_ms": round(sum(gaps), 3), "lanes": short}

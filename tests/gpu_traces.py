@@ -13,7 +13,7 @@ from made_runs import ended
 from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import roofline
 from jaxtrain.report import profile, profile_program, profile_times, profile_trace
-from jaxtrain.report.run import read
+from jaxtrain.report.run import read_run
 
 
 def named(op_name: str) -> str:
@@ -112,7 +112,7 @@ def gpu_space(
         longer: instruction -> ms that each of its runs takes beyond the plan. What comes after it is later by as much.
         gap_ms: idle time before the kernel `last`, on both devices.
     """
-    read = profile_program.read(PROGRAM, MESH, 2)
+    read = profile_program.read_program(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
     planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))
     ran = [(name, kind, start * 1e3, end * 1e3) for name, kind, start, end in ran if not kind.startswith(roofline.EXPOSED)]
@@ -147,13 +147,13 @@ def gpu_run(folder: Path, space: Space, **receipt: Any) -> Path:
     return folder
 
 
-def profile_of(target: Path) -> profile.Profile:
+def profile_of(target: Path) -> profile.StepProfile:
     """Return the profile of the first trace of a folder, as the command makes it."""
     run = profile_trace.run_folder(target)
-    return profile.profile(profile_trace.find(target)[0], read(run) if run else None)
+    return profile.load_profile(profile_trace.find_traces(target)[0], read_run(run) if run else None)
 
 
-def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> profile.Profile:
+def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> profile.StepProfile:
     """Return the profile of a trace, with a plan at the rates RATES."""
     monkeypatch.setattr(profile_times, "rates_for", lambda gpu, precision: RATES)
     return profile_of(gpu_run(folder, space))

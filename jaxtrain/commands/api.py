@@ -20,7 +20,7 @@ from jaxtrain.metrics.samples import Sampling
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxtrain.report.plan import Plan
+    from jaxtrain.report.plan import PlanReport
     from jaxtrain.report.run_page import OpenRun
     from jaxtrain.report.search_page import Search
     from jaxtrain.report.shardings import Shardings
@@ -91,24 +91,24 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
             fit.
         TopologyError: the machine is unknown.
     """
-    from jaxtrain.report.shardings import of_run, of_tree
+    from jaxtrain.report.shardings import run_shardings, tree_shardings
 
     if not isinstance(config, RunConfig | str | os.PathLike):
-        return of_tree(config)
+        return tree_shardings(config)
     import jax
 
     from jaxtrain.plan import topology as machines
 
     run = load(config, **overrides)
     if not topology:
-        return of_run(run, jax.devices())
+        return run_shardings(run, jax.devices())
     machine = machines.parse_topology(topology)
     _check_machine(run, machine)
-    return of_run(run, machine)
+    return run_shardings(run, machine)
 
 
 @_with_user_line
-def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
+def plan(config: Config, topology: str, **overrides: Any) -> "PlanReport":
     """Return memory, communication and step time of a config's train step, compiled for a machine without its GPUs.
 
     Takes from seconds to minutes. A notebook shows the result as tables; `plan(...).to_pandas("collectives")` is a DataFrame.
@@ -118,12 +118,12 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
     """
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.make import make_plan
-    from jaxtrain.report.plan import shown
+    from jaxtrain.report.plan import plan_report
 
     run, machine = load(config, **overrides), machines.parse_topology(topology)
     _check_machine(run, machine)
     name = "" if isinstance(config, RunConfig) else _config_label(os.fspath(config))
-    return shown(make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides))))
+    return plan_report(make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides))))
 
 
 @_with_user_line
@@ -141,7 +141,7 @@ def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, 
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search import search as run_search
     from jaxtrain.plan.search_cache import PlanCache
-    from jaxtrain.report.search_page import shown
+    from jaxtrain.report.search_page import search_report
 
     if not budget >= 0 or most < 0:
         raise ValueError(f"budget = {budget}, most = {most}: must not be negative. Fix: 0 for no limit, and for 8 plans.")
@@ -149,7 +149,7 @@ def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, 
     name = "" if isinstance(config, RunConfig) else _config_label(os.fspath(config))
     override_args = tuple(f"{k}={v}" for k, v in flatten(overrides))
     options = {"budget_s": budget, "most": most or MOST, "cache": PlanCache(FOLDER)}
-    return shown(run_search(run, name, machine, overrides=override_args, **options))
+    return search_report(run_search(run, name, machine, overrides=override_args, **options))
 
 
 @_with_user_line
@@ -190,10 +190,10 @@ def open_run(folder: str | os.PathLike[str]) -> "OpenRun":
     Raises:
         RunError: the folder has no run.
     """
-    from jaxtrain.report.run import read
+    from jaxtrain.report.run import read_run
     from jaxtrain.report.run_page import OpenRun
 
-    return read(os.fspath(folder), kind=OpenRun)
+    return read_run(os.fspath(folder), kind=OpenRun)
 
 
 @_with_user_line

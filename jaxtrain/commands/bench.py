@@ -105,10 +105,10 @@ def run(args: Args) -> int:
     if args.mode in ("suite", "kernels") and (problems := train_step.gpu_problems()):
         raise ConfigError(problems)
     if args.mode == "suite":
-        return suite.run(args.out, args.json, args.parts, args.smoke, console)
+        return suite.run_suite(args.out, args.json, args.parts, args.smoke, console)
     if args.mode == "kernels":
-        folder = bench.Folder(args.out, args.json, "kernels")
-        return folder.run(lambda: kernels.run(args.kernels.split(","), folder, console), "a kernel failed")
+        folder = bench.BenchFolder(args.out, args.json, "kernels")
+        return folder.run(lambda: kernels.time_kernels(args.kernels.split(","), folder, console), "a kernel failed")
     if note := args.loaded.run.ramp.note:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     launched = args.loaded.launch
@@ -123,5 +123,5 @@ def run(args: Args) -> int:
         raise ConfigError(fatal)
     request = {"devices": args.devices, "steps": args.steps, "warmup": args.warmup, "trace": args.trace}
     request["limit_s"] = args.limit or None
-    folder = bench.Folder(args.out, args.json, args.mode or "steps")
+    folder = bench.BenchFolder(args.out, args.json, args.mode or "steps")
     return folder.run(lambda: train_step.run_cases(cases, problems, request, folder, console), "no case was measured")

@@ -244,7 +244,7 @@ def _act(args: Args) -> int:
     import jax
 
     from jaxtrain.node.calibrate import CalibrationError
-    from jaxtrain.node.calibrate import run as calibrate
+    from jaxtrain.node.calibrate import calibrate_gpus as calibrate
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.program.hlo import HloError
 
@@ -257,7 +257,7 @@ def _act(args: Args) -> int:
                 return _run_mode(args, cudnn)
             from jaxtrain.report import planning
 
-            return planning.compare(args, machines.parse_topology(args.topology) if args.topology else None, cudnn)
+            return planning.compare_plans(args, machines.parse_topology(args.topology) if args.topology else None, cudnn)
     except ConfigError:
         raise
     except HloError as error:
@@ -278,7 +278,7 @@ def _run_mode(args: Args, cudnn: cudnn_library.CudnnLibrary | None) -> int:
     from jaxtrain.plan.fit import training_check
     from jaxtrain.plan.search_cache import PlanCache
     from jaxtrain.report import planning
-    from jaxtrain.report.shardings import of_run
+    from jaxtrain.report.shardings import run_shardings
 
     run, launched = args.loaded.run, args.loaded.launch
     topology = machines.parse_topology(args.topology) if args.topology else machines.local_topology()
@@ -290,7 +290,7 @@ def _run_mode(args: Args, cudnn: cudnn_library.CudnnLibrary | None) -> int:
     for note in filter(None, notes):
         print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
-    job = planning.Job(args, topology, check, PlanCache(args.cache) if args.cache else None, make_console())
+    job = planning.PlanJob(args, topology, check, PlanCache(args.cache) if args.cache else None, make_console())
     if args.mode == "search":
         machines.devices(machines.parse_topology(topology.name))  # fail early: other processes compile by its name
         return planning.search_layouts(job)
@@ -298,12 +298,12 @@ def _run_mode(args: Args, cudnn: cudnn_library.CudnnLibrary | None) -> int:
         raise ConfigError(list(problems))
     if args.mode == "shardings":
         name, _, kind = ("" if args.shardings == "all" else args.shardings).partition("kind=")
-        table = of_run(run, topology).filter(name, kind)
+        table = run_shardings(run, topology).filter(name, kind)
         print(f"{table}\n\n{table.sums()}")
         return 0
-    if planning.refused(job):
+    if planning.cannot_fit(job):
         return 0
-    return planning.plan(job, cudnn)
+    return planning.plan_layout(job, cudnn)
 
 
 def _load_cudnn(source: str) -> cudnn_library.CudnnLibrary | None:

@@ -79,7 +79,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
 
     def act(args: Args) -> int:
         options = process_options(args)
-        return preflight.run(args, options, distributed.detect(options, os.environ)[0], allowed(args)[1], own_process)
+        return preflight.run_preflight(args, options, distributed.detect(options, os.environ)[0], allowed(args)[1], own_process)
 
     return run_command(parser(), argv, act, check=check_options)
 

@@ -49,10 +49,10 @@ def act(args: Args) -> int:
         import jax.profiler  # noqa: F401 - loads them
 
         from jaxtrain.report import profile, profile_trace
-        from jaxtrain.report.run import read
+        from jaxtrain.report.run import read_run
 
     target = Path(args.run).expanduser()
-    traces = profile_trace.find(target)
+    traces = profile_trace.find_traces(target)
     if args.mode == "list":
         for n, path in enumerate(traces, 1):
             print(f"{n}  {path.parent.name}  {path.stat().st_size / 1e6:,.1f} MB  {path}")
@@ -66,7 +66,7 @@ def act(args: Args) -> int:
     if args.mode == "xprof":
         return profile_trace.open_xprof(path)
     folder = profile_trace.run_folder(target)
-    step_profile = profile.profile(path, read(folder) if folder else None)
+    step_profile = profile.load_profile(path, read_run(folder) if folder else None)
     for file, make in ((args.json, profile.to_json), (args.html, profile.make_html)):
         if file:
             write_output(file, make(step_profile))

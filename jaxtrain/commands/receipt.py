@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console, path_text
 from jaxtrain.metrics.receipt import ReceiptError, open_run
-from jaxtrain.report.receipt import compare, find_runs, show, show_diff, show_list
+from jaxtrain.report.receipt import compare_receipts, find_runs, show_diff, show_list, show_receipt
 
 
 def parser() -> Parser:
@@ -35,10 +35,10 @@ def act(args: Args) -> int:
     if args.command == "list":
         return 0 if show_list(find_runs(args.runs), console) else REFUSED
     if args.command == "show":
-        show(open_run(args.run), console)
+        show_receipt(open_run(args.run), console)
         return 0
     a, b = open_run(args.a), open_run(args.b)
-    differences, outcomes = compare(a, b)
+    differences, outcomes = compare_receipts(a, b)
     if args.json:
         print(json.dumps({"same": not differences, "differences": differences, "outcomes": outcomes}, indent=1))
     else:

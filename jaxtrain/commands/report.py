@@ -35,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
 
 def write(args: Args) -> int:
     """Write the page, print its path, and return the exit code."""
-    from jaxtrain.report.run import PAGE, read_all
-    from jaxtrain.report.run_page import html
+    from jaxtrain.report.run import PAGE, read_runs
+    from jaxtrain.report.run_page import run_html
 
-    runs = read_all(args.runs)
+    runs = read_runs(args.runs)
     file = args.html
     target = Path(file).expanduser() if file else (runs[0].folder if len(runs) == 1 else Path()) / PAGE
-    write_atomic(target, html(runs, target))
+    write_atomic(target, run_html(runs, target))
     print(target)
     return 0

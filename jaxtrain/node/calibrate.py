@@ -20,7 +20,7 @@ from jaxtrain.config import hardware
 from jaxtrain.kernels.attention import Hardware, Spec, cudnn, support
 from jaxtrain.node import kernels
 from jaxtrain.node import measure as micro
-from jaxtrain.node.measure import COLLECTIVES, Reading, Sizes, Work
+from jaxtrain.node.measure import COLLECTIVES, Sizes, TimedWork, WorkReading
 from jaxtrain.plan import rates, result
 from jaxtrain.report import tables
 
@@ -42,7 +42,7 @@ class CalibrationError(ValueError):
     """This machine's GPUs cannot be calibrated, or a measured rate is implausible."""
 
 
-def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[Reading]:
+def measure_rates(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[WorkReading]:
     """Measure kernels on the first device, and collectives over all devices if there are several. Return the readings.
 
     If a measurement fails, its reading has the error, and the next measurement runs. Times of backward passes and of the
@@ -51,10 +51,10 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     Args:
         report: called with the name of each measurement before the measurement runs.
     """
-    first, readings = devices[0], list[Reading]()
+    first, readings = devices[0], list[WorkReading]()
 
-    def take(work: Work) -> Reading:
-        report(f"{work.kind} {work.what}")
+    def take(work: TimedWork) -> WorkReading:
+        report(f"{work.kind} {work.label}")
         (reading,) = micro.try_work(work, sizes)
         return reading
 
@@ -62,7 +62,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
         for shape, weight in sizes.gemms:
             for dtype in ("bf16", "fp8") if weight >= 1 else ("bf16",):  # the head, with a weight below 1, is never in FP8
                 readings.append(take(dataclasses.replace(micro.gemm(shape, dtype, [first]), weight=weight)))
-        passes: list[Reading] = []
+        passes: list[WorkReading] = []
         for works in attention(first, sizes):
             forward, forward_backward = map(take, works)
             passes = [forward, forward_backward.minus(forward, "attention backward")]
@@ -81,7 +81,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     return readings
 
 
-def attention(device: Any, sizes: Sizes) -> list[tuple[Work, Work]]:
+def attention(device: Any, sizes: Sizes) -> list[tuple[TimedWork, TimedWork]]:
     """Return both passes of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
     If cuDNN supports packed sequences, the first kernel is compiled for them, as in training, and the second, without packing,
@@ -101,7 +101,7 @@ def attention(device: Any, sizes: Sizes) -> list[tuple[Work, Work]]:
     return pairs
 
 
-def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:
+def calibrate_gpus(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:
     """Measure the devices of this process, print the readings, store the rates for plans, and return the path of the file.
 
     Raises:
@@ -125,7 +125,7 @@ def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | No
         raise CalibrationError(
             f"{kind!r}: its data sheet is not known, so nothing could be checked. Add it to jaxtrain/config/hardware.py."
         )
-    readings = measure(devices, Sizes(), lambda what: console.print(f"measuring {what}"))
+    readings = measure_rates(devices, Sizes(), lambda what: console.print(f"measuring {what}"))
     rows = [kernels.make_row(reading, gpu) for reading in readings]
     tables.print_table(kernels.make_table(f"{len(devices)} x {kind}", rows), console)
     file = rates.save_calibration(to_rates(readings, gpu, kind, datetime.date.today()), gpu.name, folder)
@@ -136,13 +136,13 @@ def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | No
 # ---- the rates of readings
 
 
-def rate(readings: Sequence[Reading], seconds: Callable[[Reading], float]) -> float:
+def rate(readings: Sequence[WorkReading], seconds: Callable[[WorkReading], float]) -> float:
     """Return the rate of several readings: sum(weight x work) / sum(weight x seconds), or 0 if all seconds are 0."""
     total = sum(r.work.weight * seconds(r) for r in readings)
     return sum(r.work.weight * r.work.amount for r in readings) / total if total else 0.0
 
 
-def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
+def to_rates(readings: Sequence[WorkReading], gpu: hardware.Gpu, device_kind: str, today: datetime.date) -> result.Rates:
     """Return the rates for plans, from readings on one node.
 
     If a measurement fails, the published rate is used and `source` names the rate. If the FP8 rate has no measurement, it is 0,
@@ -174,7 +174,7 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
     slow = next((r for r in by_size if r.seconds <= 0 and not r.failed), None)
     if slow:
         raise CalibrationError(
-            f"collective_curve: {slow.work.what} took {slow.seconds:.4g} s, which must be positive, on {device_kind}. "
+            f"collective_curve: {slow.work.label} took {slow.seconds:.4g} s, which must be positive, on {device_kind}. "
             "Nothing is stored. See that nothing else runs on this machine, and calibrate again."
         )
     curve = {}

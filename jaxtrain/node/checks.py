@@ -18,20 +18,20 @@ from jaxtrain.config.hardware import Devices
 from jaxtrain.config.stores import is_bucket
 from jaxtrain.models import flops
 from jaxtrain.node.facts import BOOST, GOVERNOR, GOVERNOR_DRIVER, INFINIBAND, LOG, TOPOLOGY
-from jaxtrain.node.machine import SWITCH, Board, Row, parse_vboost, pci, visible
+from jaxtrain.node.machine import SWITCH, Board, GpuRow, parse_pci, parse_vboost, visible_gpus
 from jaxtrain.node.table import (
     DRIVER,
     GPUS,
     HOST,
     NOT_REPORTED,
-    Context,
-    Table,
+    CheckTable,
+    NodeContext,
     Verdict,
     each_gpu,
     fault,
-    grouped,
-    listed,
-    name,
+    gpu_name,
+    group_texts,
+    join_items,
     note,
     ok,
     unknown,
@@ -40,13 +40,13 @@ from jaxtrain.node.table import (
 from jaxtrain.report.preflight import Finding
 from jaxtrain.runtime.cluster import node_names
 
-CHECKS = Table()
+CHECKS = CheckTable()
 
 
-def inspect(context: Context) -> list[Finding]:
+def inspect(context: NodeContext) -> list[Finding]:
     """Return the findings of all checks that need no measurement."""
     needs = {HOST} if context.gpus.absent else {HOST, DRIVER, GPUS} if context.gpus.rows else {HOST, DRIVER}
-    return Table(check for check in CHECKS if check.needs in needs).run(context)
+    return CheckTable(check for check in CHECKS if check.needs in needs).run(context)
 
 
 # ---- GPUs
@@ -86,20 +86,20 @@ POWER_CAP = 0x04
     fix="Run nvidia-smi by hand and look into dmesg for NVRM; after an update of the driver reboot, so that the module and "
     "the libraries are of one version. Without GPUs, remove the driver.",
 )
-def driver_answers(context: Context) -> Verdict:
+def driver_answers(context: NodeContext) -> Verdict:
     hung = ["NVML"] * bool(context.facts.nvml.get("hangs")) + [
         at for at in (TOPOLOGY, BOOST) if context.facts.run(at).code is None
     ]
     if hung:
         return fault(
-            f"no answer in time from {listed(hung)}",
+            f"no answer in time from {join_items(hung)}",
             why="A call that hangs, hangs in the driver: a GPU is lost, or is being reset. A run would hang too.",
             fix="Look for Xid in dmesg, then power-cycle the node; a process in state D (ps) cannot be killed.",
         )
     if context.gpus.rows or not context.gpus.broken:
         return ok("it answers")
-    if context.gpus.every:
-        return unreachable(context)
+    if context.gpus.all_rows:
+        return unreachable_fault(context)
     if "Driver Not Loaded" in context.gpus.broken:
         return fault(
             context.gpus.broken,
@@ -112,7 +112,7 @@ def driver_answers(context: Context) -> Verdict:
     return fault(context.gpus.broken)
 
 
-def unreachable(context: Context) -> Verdict:
+def unreachable_fault(context: NodeContext) -> Verdict:
     """Return the fault of GPUs that the driver cannot reach."""
     seen = f"{context.gpus.count}; {context.gpus.broken}"
     if not context.gpus.reset:
@@ -143,11 +143,11 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     fix="Look for Xid 79 in dmesg, power-cycle the node (a warm reboot may not bring it back), and report the GPU if it stays "
     "away.",
 )
-def gpu_count(context: Context) -> Verdict:
+def gpu_count(context: NodeContext) -> Verdict:
     """Compare the number of GPUs with the number that the scheduler or the container assigned, else with the board's number."""
     gpus, board = context.gpus, context.board
     if gpus.broken:
-        return unreachable(context)
+        return unreachable_fault(context)
     intended = "Nothing, if this number was requested."
     assigner, assigned = find_assigner(context.facts.environ)
     if gpus.on_node < assigned:
@@ -161,7 +161,7 @@ def gpu_count(context: Context) -> Verdict:
     if gpus.on_node >= board.gpus:
         return ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
     # Schedulers and clouds assign a half, a quarter or one GPU of a board; pods have any number. Seven of eight are a fault.
-    partial = gpus.others or not board.gpus % gpus.on_node or context.facts.environ.get("KUBERNETES_SERVICE_HOST")
+    partial = gpus.hidden or not board.gpus % gpus.on_node or context.facts.environ.get("KUBERNETES_SERVICE_HOST")
     return note(seen, fix=intended) if partial else fault(seen)
 
 
@@ -171,7 +171,7 @@ def gpu_count(context: Context) -> Verdict:
     why="A mesh runs at the pace of its slowest GPU, and a plan is made for one model.",
     fix="Use the GPUs of one model: CUDA_VISIBLE_DEVICES=0,1,... chooses them.",
 )
-def gpu_model(context: Context) -> Verdict:
+def gpu_model(context: NodeContext) -> Verdict:
     models = sorted(set(context.gpus.names))
     seen = ", ".join(f"{context.gpus.names.count(model)} x {model}" for model in models)
     return ok(seen) if len(models) == 1 else fault(seen)
@@ -184,7 +184,7 @@ def gpu_model(context: Context) -> Verdict:
     fix="Drain the node, reset the GPU (nvidia-smi --gpu-reset -i N) or reboot; report the GPU if it comes back.",
 )
 @each_gpu("ecc_uncorrected")
-def ecc(_: Context, row: Row) -> Verdict:
+def ecc(_: NodeContext, row: GpuRow) -> Verdict:
     return (fault if row["ecc_uncorrected"] else ok)(str(row["ecc_uncorrected"]))
 
 
@@ -196,7 +196,7 @@ def ecc(_: Context, row: Row) -> Verdict:
     fix="Pending: reset the GPU (nvidia-smi --gpu-reset -i N) or reboot. Failed: have the GPU replaced.",
 )
 @each_gpu("remapped_rows")
-def row_remap(_: Context, row: Row) -> Verdict:
+def row_remap(_: NodeContext, row: GpuRow) -> Verdict:
     rows = row["remapped_rows"]
     if rows["failed"] or rows["pending"]:
         return fault("failed" if rows["failed"] else "pending")
@@ -211,12 +211,12 @@ def row_remap(_: Context, row: Row) -> Verdict:
     "in use, reset the GPU.",
 )
 @each_gpu("memory")
-def memory_in_use(context: Context, row: Row) -> Verdict:
+def memory_in_use(context: NodeContext, row: GpuRow) -> Verdict:
     total, used = row["memory"]["total_gib"], row["memory"]["used_gib"]
     seen = f"{used:.1f} GiB"
     if used <= MEMORY_IN_USE_GIB:
         return ok(seen)
-    owners = listed(row.get("processes", ())) or "processes that are not visible from here"
+    owners = join_items(row.get("processes", ())) or "processes that are not visible from here"
     spare_gib = total * (1 - hardware.memory_fraction(total, context.run.train.memory_fraction)) if total else 0.0
     return (fault if used > spare_gib else note)(f"{seen}, by {owners}")
 
@@ -228,7 +228,7 @@ def memory_in_use(context: Context, row: Row) -> Verdict:
     fix="sudo nvidia-smi -i N -mig 0, and reset the GPU.",
 )
 @each_gpu("mig")
-def mig(_: Context, row: Row) -> Verdict:
+def mig(_: NodeContext, row: GpuRow) -> Verdict:
     return fault("on") if row["mig"] else ok("off")
 
 
@@ -239,7 +239,7 @@ def mig(_: Context, row: Row) -> Verdict:
     fix="Reset: nvidia-smi --gpu-reset -i N. Reboot: the node. Drain: end what runs on it first, then reset.",
 )
 @each_gpu("recovery_action")
-def recovery_action(_: Context, row: Row) -> Verdict:
+def recovery_action(_: NodeContext, row: GpuRow) -> Verdict:
     return (ok if row["recovery_action"] == "None" else fault)(row["recovery_action"])
 
 
@@ -249,16 +249,16 @@ def recovery_action(_: Context, row: Row) -> Verdict:
     why="The driver logs GPU failures there; the next run fails for the same reason.",
     fix="Look the number up in NVIDIA's Xid catalogue; reset the GPU or reboot the node, and report the GPU if it comes back.",
 )
-def xid(context: Context) -> Verdict:
+def xid(context: NodeContext) -> Verdict:
     log = context.facts.run(LOG)
     if log.error:
         return unknown(f"dmesg: {log.error}")
     uptime_fields = context.facts.read("/proc/uptime").split()
     uptime = float(uptime_fields[0]) if uptime_fields else None
-    run_rows = {pci(row["pci"]): row for row in context.gpus.rows}
+    run_rows = {parse_pci(row["pci"]): row for row in context.gpus.rows}
     xids: dict[str, list[str]] = {"now": [], "before a reset": [], "older": [], "of GPUs that are not this run's": []}
     for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)(.*)", log.out):
-        number, address = int(line[3]), pci(line[2])
+        number, address = int(line[3]), parse_pci(line[2])
         if number not in HARDWARE_XIDS or number == ACTION_CHANGED and re.search(r"to 0x0+\b", line[4]):
             continue
         if address not in run_rows and address not in context.gpus.lost:
@@ -270,7 +270,7 @@ def xid(context: Context) -> Verdict:
             recovered = address in run_rows and run_rows[address].get("recovery_action") == "None"
             when = "before a reset" if recovered else "now"
         xids[when].append(f"{number} ({HARDWARE_XIDS[number]}) on {line[2]}")
-    texts = {when: listed(list(dict.fromkeys(each))) for when, each in xids.items() if each}
+    texts = {when: join_items(list(dict.fromkeys(each))) for when, each in xids.items() if each}
     if "now" in texts:
         return fault(texts["now"])
     return note("; ".join(f"{when}: {text}" for when, text in texts.items())) if texts else ok("none")
@@ -284,7 +284,7 @@ def xid(context: Context) -> Verdict:
     "container host).",
 )
 @each_gpu("power_limit_set_w")
-def power_limit(context: Context, row: Row) -> Verdict | None:
+def power_limit(context: NodeContext, row: GpuRow) -> Verdict | None:
     limit, default = row["power_limit_set_w"], row.get("power_limit_default_w")
     if default is None:
         return None
@@ -308,16 +308,16 @@ def power_limit(context: Context, row: Row) -> Verdict | None:
     fix="sudo nvidia-smi boost-slider --vboost 1 moves power from the memory system to the SMs, as for NVIDIA's published NeMo "
     "runs. Time your step with 0 and with 1, since kernels bound by memory may become slower.",
 )
-def vboost(context: Context) -> Verdict | None:
+def vboost(context: NodeContext) -> Verdict | None:
     """Return a note if GPUs differ, or if Hopper GPUs are off; None if no GPU has a value and none is a Hopper GPU."""
     answer = context.facts.run(BOOST)
     by_index = parse_vboost(answer.out)
-    sliders = {name(row): by_index.get(row["index"]) for row in context.gpus.rows}
+    sliders = {gpu_name(row): by_index.get(row["index"]) for row in context.gpus.rows}
     values = {each[0] for each in sliders.values() if each}
     hopper = any(row.get("compute_capability") == HOPPER for row in context.gpus.rows)
     if not values:
         return unknown(answer.error or NOT_REPORTED) if hopper else None
-    seen = grouped([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in sliders.items()])
+    seen = group_texts([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in sliders.items()])
     if len(values) > 1:
         return note(seen, fix="Set all alike: sudo nvidia-smi boost-slider --vboost N. A step waits for the slowest GPU.")
     return note(seen) if hopper and values == {0} else ok(seen)
@@ -330,7 +330,7 @@ def vboost(context: Context) -> Verdict | None:
     fix="sudo nvidia-smi -rac (applications' clocks) and sudo nvidia-smi -rgc (locked clocks).",
 )
 @each_gpu("max_sm_clock_mhz")
-def clocks(context: Context, row: Row) -> Verdict:
+def clocks(context: NodeContext, row: GpuRow) -> Verdict:
     offered, current, default = row["max_sm_clock_mhz"], row.get("application_clock_mhz"), row.get("default_clock_mhz")
     board_mhz = context.board.sm_mhz if context.board else None
     highest = board_mhz or max(each.get("max_sm_clock_mhz", 0) for each in context.gpus.rows)
@@ -349,7 +349,7 @@ def clocks(context: Context, row: Row) -> Verdict:
     "PERFORMANCE,TEMPERATURE.",
 )
 @each_gpu("clock_reasons")
-def throttling(_: Context, row: Row) -> Verdict:
+def throttling(_: NodeContext, row: GpuRow) -> Verdict:
     mask = row["clock_reasons"]
     if slowed := [reason for bit, reason in SLOWDOWNS.items() if mask & bit]:
         return fault("+".join(slowed))
@@ -365,7 +365,7 @@ def throttling(_: Context, row: Row) -> Verdict:
     fix="Power the node off and on; if it stays, have the GPU, the riser or the switch reseated or replaced.",
 )
 @each_gpu("pcie")
-def pcie_link(context: Context, row: Row) -> Verdict:
+def pcie_link(context: NodeContext, row: GpuRow) -> Verdict:
     link = row["pcie"]
     if link["width"] < link["max_width"]:
         seen = f"x{link['width']} of x{link['max_width']}"
@@ -393,11 +393,11 @@ FABRIC_OK = ("Completed", "Success")  # good values of (fabric.state, fabric.sta
 ONE_GPU = "Nothing: this run has one GPU and uses none of its links."
 
 
-def has_switches(context: Context) -> bool:
+def has_switches(context: NodeContext) -> bool:
     return context.board is not None and context.board.joined == SWITCH
 
 
-def without_switches(context: Context) -> bool:
+def without_switches(context: NodeContext) -> bool:
     """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
 
     On such a board, a third of a GPU's links connect it to each other GPU: NV6 on HGX H100 4-GPU, NV4 on HGX A100 4-GPU.
@@ -416,7 +416,7 @@ def without_switches(context: Context) -> bool:
     "PCIe, have the board inspected (nvidia-smi topo -m). In a container or VM: give it all GPUs of the board, and no PCIe "
     "passthrough without NVSwitch.",
 )
-def topology(context: Context) -> Verdict | None:
+def topology(context: NodeContext) -> Verdict | None:
     if context.gpus.count < 2:
         return None
     if not context.topology.near_nics:
@@ -432,11 +432,11 @@ def topology(context: Context) -> Verdict | None:
         return ok(f"all pairs {next(iter(pairs.values()))}, without switches")
     expected = f"NV{context.board.links}"
     unexpected = {n: [f"{a}-{b}" for (a, b), m in pairs.items() if m == n] for n in pairs.values() if n != expected}
-    texts = [f"{listed(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in unexpected.items()]
+    texts = [f"{join_items(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in unexpected.items()]
     return fault(f"{'; '.join(texts)}, not {expected}") if unexpected else ok(f"all pairs {expected}")
 
 
-def bridges(context: Context, board: Board, counts: str) -> Verdict:
+def bridges(context: NodeContext, board: Board, counts: str) -> Verdict:
     """Return the verdict on the NVLink bridges of a board, which must all connect the same number of GPUs.
 
     Args:
@@ -452,7 +452,7 @@ def bridges(context: Context, board: Board, counts: str) -> Verdict:
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
     # If the run has only some GPUs of the node, a bridge may connect them to GPUs of another run.
-    partial = context.gpus.others or find_assigner(context.facts.environ)[1] or context.gpus.on_node < full
+    partial = context.gpus.hidden or find_assigner(context.facts.environ)[1] or context.gpus.on_node < full
     if partial and all(connection in sizes for connections in partners.values() for connection in connections):
         return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
     expected = f"NV{board.links // (size - 1)}"
@@ -465,7 +465,7 @@ def bridges(context: Context, board: Board, counts: str) -> Verdict:
         fix = (
             "Power the node off, and see that the bridge sits on all of its GPUs (nvidia-smi topo -m); if it does, replace it."
         )
-        return fault(grouped(faults) or f"bridges of {size}: {counts}", fix=fix)
+        return fault(group_texts(faults) or f"bridges of {size}: {counts}", fix=fix)
     return ok(f"bridges of {size}, {expected} within each")
 
 
@@ -476,8 +476,8 @@ def bridges(context: Context, board: Board, counts: str) -> Verdict:
     fix="nvidia-smi nvlink -s shows it; reset the GPUs or reboot. If it stays down: reseat or replace the GPU, the bridge or "
     "the board.",
 )
-def nvlink(context: Context) -> Verdict:
-    links = {name(row): row["nvlinks"] for row in context.gpus.rows if "nvlinks" in row}
+def nvlink(context: NodeContext) -> Verdict:
+    links = {gpu_name(row): row["nvlinks"] for row in context.gpus.rows if "nvlinks" in row}
     if not links:
         return unknown(next((why for row in context.gpus.rows if (why := row["refused"].get("nvlinks"))), NOT_REPORTED))
     active = {gpu: len(each["up"]) for gpu, each in links.items()}
@@ -490,14 +490,14 @@ def nvlink(context: Context) -> Verdict:
         if not count and context.board is None:
             verdicts[gpu] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
         elif count < full or down and context.board is None:
-            suffix = f" (link {listed(down)} down)" if down and count else ""
+            suffix = f" (link {join_items(down)} down)" if down and count else ""
             seen = f"{count} of {max(full, count + len(down))}{suffix}"
             verdicts[gpu] = fault(seen) if context.gpus.count > 1 else note(seen, fix=ONE_GPU)
     if verdicts:
         return worst(verdicts, "")
     rates = [f"{rate:g} GB/s" for rate in sorted({rate for each in links.values() for rate in each["gb_s"]})]
     if len(rates) > 1:
-        return fault(f"links at different rates: {listed(rates)}")
+        return fault(f"links at different rates: {join_items(rates)}")
     return ok(f"{full} of {full} on every GPU{''.join(f', {rate} each' for rate in rates)}")
 
 
@@ -508,12 +508,12 @@ def nvlink(context: Context) -> Verdict:
     fix="Watch nvidia-smi nvlink -e during a run; if the count rises, have the GPU or the board inspected.",
 )
 @each_gpu("nvlink_errors")
-def nvlink_errors(context: Context, row: Row) -> Verdict:
+def nvlink_errors(context: NodeContext, row: GpuRow) -> Verdict:
     texts = {kind: [f"link {at}: {kind} {n}" for at, n in links.items()] for kind, links in row["nvlink_errors"].items()}
     if recovered := texts.pop("recovery", []):
-        return fault(listed(recovered)) if context.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
+        return fault(join_items(recovered)) if context.gpus.count > 1 else note(join_items(recovered), fix=ONE_GPU)
     # Resending corrects the other errors. A few in some weeks are normal.
-    return note(listed(sum(texts.values(), []))) if texts else ok("none")
+    return note(join_items(sum(texts.values(), []))) if texts else ok("none")
 
 
 @CHECKS.add(
@@ -523,12 +523,12 @@ def nvlink_errors(context: Context, row: Row) -> Verdict:
     fix="sudo systemctl restart nvidia-fabricmanager, whose version must be the driver's; its log has the reason if it does "
     "not start.",
 )
-def fabric(context: Context) -> Verdict | None:
-    return registered(context) if has_switches(context) else None
+def fabric(context: NodeContext) -> Verdict | None:
+    return fabric_registration(context) if has_switches(context) else None
 
 
 @each_gpu("fabric")
-def registered(context: Context, row: Row) -> Verdict:
+def fabric_registration(context: NodeContext, row: GpuRow) -> Verdict:
     """Return the verdict on a GPU's registration with the NVSwitches."""
     state, status = row["fabric"]["state"], row["fabric"]["status"]
     if (state, status) == FABRIC_OK:
@@ -546,25 +546,25 @@ def registered(context: Context, row: Row) -> Verdict:
     fix="Look for a card that is missing or whose port is down (ibstat); in a VM, have the host's PCIe topology passed through "
     "(NCCL_TOPO_FILE).",
 )
-def nics(context: Context) -> Verdict | None:
+def nics(context: NodeContext) -> Verdict | None:
     if not context.topology.has_nics:
         return note("nvidia-smi names no network card") if context.several_nodes else None
     near = context.topology.near_nics
     far = [gpu for gpu, cards in near.items() if not cards]
     if not far:
-        return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
+        return ok("; ".join(f"{gpu} {join_items(cards, 2)}" for gpu, cards in near.items()))
     # If there is about one card for each GPU, a card is missing. With fewer cards, the machine is built (or virtualized) so.
     card_missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
-    text = f"none near {listed(far, 8)}"
+    text = f"none near {join_items(far, 8)}"
     return fault(text) if context.several_nodes and card_missing else note(text)
 
 
-def port(context: Context, card: str, field: str) -> str:
+def port(context: NodeContext, card: str, field: str) -> str:
     """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a NIC's first port; "" if it is unknown."""
     return context.facts.read(f"{INFINIBAND}/{card}/ports/1/{field}")
 
 
-def active_nics(context: Context) -> list[str]:
+def active_nics(context: NodeContext) -> list[str]:
     """Return those NICs near the GPUs whose first port is up."""
     cards = dict.fromkeys(card for cards in context.topology.near_nics.values() for card in cards)
     return [card for card in cards if "ACTIVE" in port(context, card, "state")]
@@ -576,7 +576,7 @@ def active_nics(context: Context) -> list[str]:
     why="NCCL leaves out a port that is down, and its GPUs share another one's.",
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
-def infiniband(context: Context) -> Verdict | None:
+def infiniband(context: NodeContext) -> Verdict | None:
     """Return the verdict on the first ports of the NICs near the GPUs; None if no such port is known.
 
     The verdict is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port
@@ -589,11 +589,11 @@ def infiniband(context: Context) -> Verdict | None:
     down = [f"{card} {state.partition(': ')[2] or state}" for card, state in states.items() if "ACTIVE" not in state]
     cut = [gpu for gpu, cards in near.items() if cards and not any("ACTIVE" in states.get(n, "ACTIVE") for n in cards)]
     if not down:
-        return ok(f"{len(states)} active, {listed(sorted({port(context, card, 'rate') for card in states}))}")
+        return ok(f"{len(states)} active, {join_items(sorted({port(context, card, 'rate') for card in states}))}")
     if cut and context.several_nodes:
-        return fault(f"{listed(down)}; {listed(cut)} has no other")
+        return fault(f"{join_items(down)}; {join_items(cut)} has no other")
     why = "each GPU near one has another" if context.several_nodes else "a run of one node does not use them"
-    return note(f"{listed(down)}; {why}")
+    return note(f"{join_items(down)}; {why}")
 
 
 # ---- versions of driver and CUDA wheels
@@ -606,7 +606,7 @@ WHEEL_LIBRARIES = re.compile(r"lib(cudnn\w*|nccl|cublas\w*|cudart|cusolver\w*|cu
 LOADED_BY_NAME = r"libcudnn_\w+\.so\.{cudnn}|libnvJitLink\.so\.{cuda}"
 
 
-def cuda_plugins(context: Context) -> list[str]:
+def cuda_plugins(context: NodeContext) -> list[str]:
     """Return the CUDA versions for which a plugin of JAX is installed."""
     return sorted(m[1] for package in context.facts.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
 
@@ -619,7 +619,7 @@ def cuda_plugins(context: Context) -> list[str]:
     fix="Install a newer driver, or a CUDA that this one supports: JAXTRAIN_CUDA=12 ./run.sh setup needs 525.60.13, 13 needs "
     "580.65.06.",
 )
-def driver(context: Context) -> Verdict:
+def driver(context: NodeContext) -> Verdict:
     plugins = cuda_plugins(context)
     cuda = plugins[0] if len(plugins) == 1 else ""
     installed = context.facts.nvml.get("driver")
@@ -636,13 +636,13 @@ def driver(context: Context) -> Verdict:
     why="Without the plugin JAX finds no GPU and trains on the CPU; with two or with another version it may not start.",
     fix="Install it again: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
 )
-def cuda_plugin(context: Context) -> Verdict:
+def cuda_plugin(context: NodeContext) -> Verdict:
     packages, plugins = context.facts.packages, cuda_plugins(context)
     if len(plugins) != 1:
         return fault(f"plugins for CUDA {' and '.join(plugins)}" if plugins else "no CUDA plugin of JAX is installed")
     wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
     versions = {name: packages[name]["version"] for name in wheels if name in packages}
-    seen = listed([f"{name} {version}" for name, version in versions.items()])
+    seen = join_items([f"{name} {version}" for name, version in versions.items()])
     releases = {Version(versions[name]).base_version for name in wheels[1:] if name in versions}  # 0.11.2 of 0.11.2.dev3
     return ok(seen) if len(versions) == 4 and len(releases) == 1 else fault(seen)
 
@@ -654,7 +654,7 @@ def cuda_plugin(context: Context) -> Verdict:
     why="Libraries that the plugin was not built for fail at their first call, or compute on slower paths.",
     fix="Install the locked set: ./run.sh setup.",
 )
-def cuda_wheels(context: Context) -> Verdict | None:
+def cuda_wheels(context: NodeContext) -> Verdict | None:
     """Compare the installed wheels with the requirements of the extra `with-cuda` of JAX's plugin; None without a plugin."""
     packages, plugins = context.facts.packages, cuda_plugins(context)
     if not plugins:
@@ -672,7 +672,7 @@ def cuda_wheels(context: Context) -> Verdict | None:
     if required and not installed:
         return note("none of them: JAX uses the system's libraries, whose versions are not known here")
     shown = [text for text in installed if re.search("cudnn|nccl|cublas", text)]
-    return fault(listed(faults)) if faults else ok(listed(shown))
+    return fault(join_items(faults)) if faults else ok(join_items(shown))
 
 
 @CHECKS.add(
@@ -682,7 +682,7 @@ def cuda_wheels(context: Context) -> Verdict | None:
     why="The loader prefers them to the parts that match the other libraries: a cuDNN of two versions fails, or is slow.",
     fix="unset LD_LIBRARY_PATH, or remove the folders of CUDA and cuDNN from it.",
 )
-def library_path(context: Context) -> Verdict:
+def library_path(context: NodeContext) -> Verdict:
     packages, path = context.facts.packages, context.facts.environ.get("LD_LIBRARY_PATH", "")
     if not path:
         return ok("LD_LIBRARY_PATH is not set")
@@ -700,7 +700,7 @@ def library_path(context: Context) -> Verdict:
     cudnn = packages.get(f"nvidia-cudnn-cu{cuda}", {"version": ""})["version"].partition(".")[0]
     by_name = re.compile(f"/({LOADED_BY_NAME.format(cudnn=cudnn, cuda=cuda)})$")
     preferred = [library for library in libraries if cudnn and by_name.search(library)]
-    return fault(listed(preferred)) if preferred else note(f"{listed(libraries)}; JAX loads its own first")
+    return fault(join_items(preferred)) if preferred else note(f"{join_items(libraries)}; JAX loads its own first")
 
 
 # ---- the host
@@ -724,7 +724,7 @@ NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph",
     "GPUs stall meanwhile.",
     fix="sudo sysctl kernel.numa_balancing=0, and in /etc/sysctl.d/ to keep it.",
 )
-def numa_balancing(context: Context) -> Verdict:
+def numa_balancing(context: NodeContext) -> Verdict:
     value = context.facts.read("/proc/sys/kernel/numa_balancing")
     if value in ("", "0"):
         return ok("off" if value else "this kernel has none")
@@ -740,7 +740,7 @@ def numa_balancing(context: Context) -> Verdict:
     why="CPUs are nearly idle between two steps; a governor that saves power lowers their clock and delays the next dispatch.",
     fix="sudo cpupower frequency-set -g performance, or the firmware's performance profile.",
 )
-def cpu_governor(context: Context) -> Verdict:
+def cpu_governor(context: NodeContext) -> Verdict:
     value, driver = context.facts.read(GOVERNOR), context.facts.read(GOVERNOR_DRIVER)
     if not value:
         return unknown("not reported by this machine, as by most virtual ones")
@@ -758,7 +758,7 @@ def cpu_governor(context: Context) -> Verdict:
     why="NCCL exchanges data between processes of a node there; it fails with 'No space left on device' (Docker gives 64 MiB).",
     fix="docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
 )
-def shm(context: Context) -> Verdict:
+def shm(context: NodeContext) -> Verdict:
     disk = context.facts.disks.get("shm")
     if disk is None or disk.silent:
         return unknown("it does not answer" if disk else "there is none")
@@ -778,7 +778,7 @@ def shm(context: Context) -> Verdict:
     fix="ulimit -l unlimited before the run; docker run --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK, "
     "LimitMEMLOCK=infinity.",
 )
-def locked_memory(context: Context) -> Verdict:
+def locked_memory(context: NodeContext) -> Verdict:
     limit = context.facts.memlock_bytes
     if limit is None:
         return ok("unlimited")
@@ -803,7 +803,7 @@ def locked_memory(context: Context) -> Verdict:
     why="Checkpoints are many files, NCCL opens sockets to every peer, and token files are mapped: a low limit ends a run.",
     fix=f"ulimit -n {OPEN_FILES[1]} before the run; docker run --ulimit nofile=1048576.",
 )
-def open_files(context: Context) -> Verdict:
+def open_files(context: NodeContext) -> Verdict:
     limit = context.facts.open_files
     if limit is None or limit >= OPEN_FILES[1]:
         return ok("unlimited" if limit is None else str(limit))
@@ -820,7 +820,7 @@ WHY = {
 }
 
 
-def free_space(name: str, context: Context) -> Verdict | None:
+def free_space(name: str, context: NodeContext) -> Verdict | None:
     if name not in context.paths:
         return None
     path, disk, needed = context.paths[name], context.facts.disks.get(name), FREE_GIB[name]
@@ -862,7 +862,7 @@ RACKS = ("GB200", "GB300")  # models whose NVLink connects several nodes
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
-def mnnvl_enabled(context: Context) -> bool:
+def mnnvl_enabled(context: NodeContext) -> bool:
     """Return whether NCCL_MNNVL_ENABLE=1 is set although these GPUs have no NVLink between nodes."""
     return context.facts.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in context.gpus.names)
 
@@ -874,7 +874,7 @@ def mnnvl_enabled(context: Context) -> bool:
     why="JAX does not start with it, the same config would silently give other results, or it contradicts a key.",
     fix="unset it.",
 )
-def refused_by_the_run(context: Context) -> Verdict:
+def refused_variables(context: NodeContext) -> Verdict:
     """Apply the rules of the run to the variables of this node."""
     if not context.gpus.rows:
         return ok("none")
@@ -885,10 +885,10 @@ def refused_by_the_run(context: Context) -> Verdict:
     overlay, problems = environment.overlay(context.run, devices, context.facts.environ)
     refused = [p for p in problems if p.key in context.facts.environ]
     if refused:
-        seen = listed([f"{p.key}={p.value}" for p in refused])
+        seen = join_items([f"{p.key}={p.value}" for p in refused])
         return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in refused)))
     inherited = [f"{name}={value}" for name, value in overlay.inherited.items()]
-    return note(f"{listed(inherited)}: the run takes them") if inherited else ok("none")
+    return note(f"{join_items(inherited)}: the run takes them") if inherited else ok("none")
 
 
 @CHECKS.add(
@@ -898,7 +898,7 @@ def refused_by_the_run(context: Context) -> Verdict:
     why="NCCL then looks for NVLink between nodes, which only racks such as GB200 NVL72 have, and fails to start.",
     fix=f"unset {MNNVL}.",
 )
-def mnnvl(context: Context) -> Verdict | None:
+def mnnvl(context: NodeContext) -> Verdict | None:
     return fault("1") if mnnvl_enabled(context) else None
 
 
@@ -909,12 +909,12 @@ def mnnvl(context: Context) -> Verdict | None:
     why="gRPC, by which the processes connect, uses http_proxy and https_proxy: they wait for process 0 until they give up.",
     fix="Add the nodes to no_proxy (and NO_PROXY), or unset the proxy for the run.",
 )
-def proxy(context: Context) -> Verdict:
+def proxy(context: NodeContext) -> Verdict:
     environ = context.facts.environ
     proxies = {name: environ[name] for each in PROXIES for name in (each, each.upper()) if environ.get(name)}
     if not proxies:
         return ok("none set")
-    seen = listed([f"{name}={value}" for name, value in proxies.items()])
+    seen = join_items([f"{name}={value}" for name, value in proxies.items()])
     if context.cluster is None:
         return note(f"{seen}; a run of one process connects to none", fix="Nothing, until it has more than one process.")
     hosts = [context.cluster.coordinator.rpartition(":")[0].strip("[]"), *node_names(environ.get("SLURM_STEP_NODELIST", ""))]
@@ -922,9 +922,9 @@ def proxy(context: Context) -> Verdict:
     exceptions = ",".join(environ.get(name, "") for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"))
     through = [host for host in hosts if not bypasses(host, exceptions)]
     if not through:
-        return ok(f"{seen}, and not for {listed(hosts)}")
+        return ok(f"{seen}, and not for {join_items(hosts)}")
     fix = f"export no_proxy={','.join(hosts)} (added to what is there), or unset the proxy for the run."
-    return fault(f"{seen}, also for {listed(through)}", fix=fix)
+    return fault(f"{seen}, also for {join_items(through)}", fix=fix)
 
 
 def bypasses(host: str, no_proxy: str) -> bool:
@@ -949,21 +949,21 @@ def bypasses(host: str, no_proxy: str) -> bool:
     fix="unset CUDA_VISIBLE_DEVICES in the processes. Slurm: srun --gpus-per-node=8 (or --gres), not --gpus-per-task or "
     "--gpu-bind.",
 )
-def visible_devices(context: Context) -> Verdict:
+def visible_devices(context: NodeContext) -> Verdict:
     value = context.facts.environ.get(VISIBLE)
     if value is None:
         return ok("unset")
     if value.strip() in ("", "-1", "NoDevFiles"):
         return fault(f"{value!r} hides all GPUs", fix=f"unset {VISIBLE}.")
     entries = [item.strip() for item in value.split(",") if item.strip()]
-    all_rows = context.gpus.every
-    if absent := [entry for entry in entries if not visible(all_rows, entry)]:
+    all_rows = context.gpus.all_rows
+    if absent := [entry for entry in entries if not visible_gpus(all_rows, entry)]:
         return fault(
-            f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(all_rows) - 1}."
+            f"{value}: there is no GPU {join_items(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(all_rows) - 1}."
         )
     ids = context.cluster.local_device_ids if context.cluster else None
     if ids and max(ids) >= len(entries):
-        detail = f"this process's GPU is number {listed([str(i) for i in ids])} of those, of which there is {len(entries)}"
+        detail = f"this process's GPU is number {join_items([str(i) for i in ids])} of those, of which there is {len(entries)}"
         return fault(f"{value} in one of several processes of the node: {detail}")
     if len(entries) < len(all_rows):
         return note(

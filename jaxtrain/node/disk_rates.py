@@ -20,7 +20,7 @@ class Unmeasured(Exception):
     """The rates of a file system cannot be measured. The message has the reason."""
 
 
-def existing(folder: Path) -> Path:
+def existing_folder(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists. Creates nothing."""
     folder = folder.expanduser().absolute()
     while not folder.exists():
@@ -28,7 +28,7 @@ def existing(folder: Path) -> Path:
     return folder if folder.is_dir() else folder.parent
 
 
-def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
+def measure_disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, float | None]:
     """Write a file to a file system, read it back from the disk, and return write_gb_s and read_gb_s.
 
     The file has no name, so a crash leaves no file. If the folder is read-only, its largest file is read, and
@@ -42,7 +42,7 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
         Unmeasured: there is too little free space, no file to read, or no system call that drops a file from the page cache.
         OSError: the file system returns an error, for example because of a quota.
     """
-    folder = existing(folder)
+    folder = existing_folder(folder)
     if not os.access(folder, os.W_OK):
         with os.scandir(folder) as entries:
             files = [(entry.stat().st_size, entry.path) for entry in entries if entry.is_file()]

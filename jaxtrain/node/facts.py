@@ -119,7 +119,7 @@ class Disk:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class NodeFacts:
     """A node, as JSON.
 
     Attributes:
@@ -162,7 +162,7 @@ class Facts:
 # ---- recordings
 
 
-def read_recording(folder: Path) -> Facts:
+def read_recording(folder: Path) -> NodeFacts:
     """Return the facts that a recording has. Raises RecordingError."""
     chain: list[dict[str, Any]] = []
     path, base = folder, "."
@@ -183,7 +183,7 @@ def read_recording(folder: Path) -> Facts:
                 raise ValueError(f"{name} is {value!r}")
         types = {"disks": Disk, "commands": Answer}
         decoded = {key: {k: constructor(**v) for k, v in merged.get(key, {}).items()} for key, constructor in types.items()}
-        return Facts(**{**merged, **decoded})
+        return NodeFacts(**{**merged, **decoded})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RecordingError(f"{path / FILE} is no recording: {error}") from None
 
@@ -210,7 +210,7 @@ def merge_patch(base: Any, patch: Any) -> Any:
 # ---- this node
 
 
-def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> Facts:
+def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> NodeFacts:
     """Return the facts of this node. What cannot be read is left out, and what hangs is given up.
 
     Args:
@@ -237,7 +237,7 @@ def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> Facts:
             gpus = {"error": f"NVML: {nvml.error or 'no answer'}", "hangs": nvml.code is None}
     if not log.error:
         answers[LOG] = Answer(0, "".join(line for line in log.out.splitlines(keepends=True) if "NVRM" in line))
-    return Facts(
+    return NodeFacts(
         socket.gethostname(),
         time.time(),
         _limit(resource.RLIMIT_MEMLOCK),

@@ -20,7 +20,7 @@ from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models.zero import make_zero
 from jaxtrain.node import measure
-from jaxtrain.node.measure import Loop, Sizes, Work, chain, normal
+from jaxtrain.node.measure import Loop, Sizes, TimedWork, chain, normal
 from jaxtrain.node.train_step import one_device
 from jaxtrain.optim.optimizer import make_optimizer
 from jaxtrain.sharding import make_placement
@@ -31,7 +31,7 @@ PRODUCTS = ("over D", "over F", "outer")
 LOADS = ("even", "uneven")
 
 
-def attention(device: Any, sizes: Sizes) -> Iterator[Work]:
+def attention(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     """Yield every attention kernel, forward and forward+backward, without and with support for packed documents.
 
     Each sequence is one document, also with that support.
@@ -50,7 +50,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work]:
                 yield from (forward, forward_backward)
 
 
-def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
+def loss(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     """Yield the loss of the train step: the head's matmul, cross entropy, and the gradients of hidden states and head."""
     T, D, V = sizes.loss
     run = one_device()
@@ -69,10 +69,10 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
         return body, (head_VD, {"targets": targets, "weights": jnp.ones((1, T), jnp.float32)}), normal(2, (1, T, D))
 
     # Hidden states and their gradient in bfloat16, the head and its gradient in float32.
-    yield Work("cross entropy", f"{T:,} tokens of {D:,}, {V:,} words", 6.0 * T * D * V, 4.0 * T * D + 8.0 * D * V, prepare)
+    yield TimedWork("cross entropy", f"{T:,} tokens of {D:,}, {V:,} words", 6.0 * T * D * V, 4.0 * T * D + 8.0 * D * V, prepare)
 
 
-def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
+def norm(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     """Yield RMSNorm forward and backward. It reads x twice and dy once, and writes y and dx."""
     T, D = sizes.norm
 
@@ -85,10 +85,10 @@ def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
     def prepare() -> Loop:
         return body, (jnp.ones((D,), jnp.float32), normal(0, (1, T, D))), normal(1, (1, T, D))
 
-    yield Work("norm forward+backward", f"{T:,} tokens of {D:,}", 0.0, 5.0 * 2 * T * D, prepare)
+    yield TimedWork("norm forward+backward", f"{T:,} tokens of {D:,}", 0.0, 5.0 * 2 * T * D, prepare)
 
 
-def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
+def optimizer(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     """Yield the optimizer update of the train step. It reads gradients, and reads and writes parameters and moments."""
     run = one_device()
     tx, dtype = make_optimizer(run.optimizer, run.dtypes, {"w": ("layers", "embed", "mlp")}), DTYPES[run.dtypes.grads]
@@ -106,17 +106,17 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
     state = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
     count = math.prod(sizes.optimizer)
     moved_bytes = 2.0 * sum(a.size * a.dtype.itemsize for a in state) + count * jnp.dtype(dtype).itemsize
-    yield Work("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved_bytes, prepare)
+    yield TimedWork("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved_bytes, prepare)
 
 
-def gemm(device: Any, sizes: Sizes) -> Iterator[Work]:
+def gemm(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     """Yield square matmuls in bfloat16 and FP8."""
     for dtype in ("bf16", "fp8"):
         for n in sizes.squares:
             yield measure.gemm((n, n, n), dtype, [device])
 
 
-def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
+def experts(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, each for both `loads`.
 
     For comparison, matmuls in which all rows have one expert are also yielded. They have the same FLOPs.
@@ -143,7 +143,7 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
                 label = f"{R:,} x {D:,} x {F:,}, {E} experts {load}"
                 moved_bytes = 2.0 * (R * (D + F) + weights * D * F)
                 prepare_kind = functools.partial(prepare, kind, shape, sizes_E)
-                yield Work(f"experts {kind}", label, 2.0 * R * D * F, moved_bytes, prepare_kind)
+                yield TimedWork(f"experts {kind}", label, 2.0 * R * D * F, moved_bytes, prepare_kind)
 
 
 def loads(load: str, R: int, E: int) -> list[int]:
@@ -178,7 +178,7 @@ def operands(kind: str, shape: Sequence[int], dtype: Any) -> tuple[Any, Any]:
     return a, normal(1, (R, F) if kind == "outer" else (E, D, F), dtype)
 
 
-WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work]]] = {
+WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[TimedWork]]] = {
     "attention": attention,
     "loss": loss,
     "norm": norm,

@@ -16,12 +16,12 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import percent
 from jaxtrain.node.train_step import one_device, start_devices
 from jaxtrain.report import bench
-from jaxtrain.report.bench import Folder, number
+from jaxtrain.report.bench import BenchFolder, number
 from jaxtrain.report.tables import Table
 from jaxtrain.train.child import FAILED, LATE, OK, run_case, save_partial
 
 if TYPE_CHECKING:  # it imports JAX
-    from jaxtrain.node.measure import Reading
+    from jaxtrain.node.measure import WorkReading
 
 CASE = "jaxtrain.node.kernels:measure"
 KINDS = ("attention", "loss", "norm", "optimizer", "gemm", "experts")
@@ -51,10 +51,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     return {"verdict": OK, "device": device.device_kind, "rows": rows}
 
 
-def make_row(reading: "Reading", gpu: hardware.Gpu | None) -> dict[str, Any]:
+def make_row(reading: "WorkReading", gpu: hardware.Gpu | None) -> dict[str, Any]:
     """Return the table row of a reading: its time beside its lower bound on this GPU, or the reason why there is no time."""
     work, seconds = reading.work, reading.seconds
-    out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}
+    out: dict[str, Any] = {"kind": work.kind, "what": work.label, "flop": work.flop, "bytes": work.bytes}
     if reading.failed:
         return out | {"verdict": NOT_TIMED if work.unable else FAILED, "why": reading.failed}
     bound = work.bound_s(gpu) if gpu else None
@@ -92,7 +92,7 @@ def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return bench.make_table(title, headings, map(cells, rows), text=2)
 
 
-def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
+def time_kernels(kinds: Sequence[str], folder: BenchFolder, console: rich.console.Console) -> int:
     """Time kernels of these kinds, each kind in a separate process. Return 0, or 1 if a kernel failed."""
     all_rows: list[dict[str, Any]] = []
     try:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import hardware
-from jaxtrain.node.facts import ABSENT, DRIVER, DRIVER_GPUS, TOPOLOGY, Facts
+from jaxtrain.node.facts import ABSENT, DRIVER, DRIVER_GPUS, TOPOLOGY, NodeFacts
 
-Row = Mapping[str, Any]  # facts of a GPU (gpu_facts.READINGS), and `index`
+GpuRow = Mapping[str, Any]  # facts of a GPU (gpu_facts.READINGS), and `index`
 SWITCH, BRIDGE = "switch", "bridge"
 
 
@@ -64,9 +64,9 @@ def board_of(names: Sequence[str]) -> Board | None:
 class Gpus:
     """The GPUs of a node, and the reasons why the run cannot use some of them."""
 
-    rows: Sequence[Row]  # those that the run may use and that the driver reaches
-    every: Sequence[Row] = ()  # also those that CUDA_VISIBLE_DEVICES leaves out, and those that the driver does not reach
-    others: Sequence[Row] = ()  # those that CUDA_VISIBLE_DEVICES leaves out, which another run may use
+    rows: Sequence[GpuRow]  # those that the run may use and that the driver reaches
+    all_rows: Sequence[GpuRow] = ()  # also those that CUDA_VISIBLE_DEVICES leaves out, and those that the driver does not reach
+    hidden: Sequence[GpuRow] = ()  # those that CUDA_VISIBLE_DEVICES leaves out, which another run may use
     broken: str = ""  # reason why GPUs are missing, if that is a fault
     absent: str = ""  # reason why a node has no GPUs, if that is no fault
     lost: frozenset[tuple[int, ...]] = frozenset()  # PCI addresses of GPUs that the driver cannot reach
@@ -78,7 +78,7 @@ class Gpus:
 
     @property
     def on_node(self) -> int:
-        return len(self.every)
+        return len(self.all_rows)
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +94,7 @@ class Gpus:
         return f"{self.count} x {', '.join(sorted(set(self.names)))}" if self.rows else ""
 
 
-def read_gpus(facts: Facts) -> Gpus:
+def read_gpus(facts: NodeFacts) -> Gpus:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects; all GPUs if it selects none, so that the report can list them."""
     if "gpus" not in facts.nvml:
         error = facts.nvml.get("error", "the driver was not asked")
@@ -103,20 +103,22 @@ def read_gpus(facts: Facts) -> Gpus:
         if facts.read(DRIVER) or facts.run(TOPOLOGY).code != ABSENT:
             return Gpus((), broken=f"{error}, and the driver or nvidia-smi is there")
         return Gpus((), absent="no NVIDIA GPU: there is no driver")
-    addresses = {pci(address): address for address in facts.folders.get(DRIVER_GPUS, ())}
+    addresses = {parse_pci(address): address for address in facts.folders.get(DRIVER_GPUS, ())}
     unknown = {"name": "unknown", "uuid": "", "pci": "", "refused": {}, "reset": False}
-    all_rows: list[Row] = [{**unknown, "index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
+    all_rows: list[GpuRow] = [{**unknown, "index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
     if not all_rows and addresses:
         return Gpus((), broken="the driver reaches no GPU")
     if not all_rows:
         return Gpus((), absent="no NVIDIA GPU: the driver has none")
-    chosen = visible(all_rows, facts.environ.get("CUDA_VISIBLE_DEVICES")) or all_rows
+    chosen = visible_gpus(all_rows, facts.environ.get("CUDA_VISIBLE_DEVICES")) or all_rows
     # A GPU that requires a reset, and that another run uses, does not disturb this one.
     failed = [gpu for gpu in all_rows if "error" in gpu and (gpu in chosen or not gpu["reset"])]
     # A container may see the addresses of GPUs that it was not given.
     unreachable = [gpu for gpu in all_rows if "error" in gpu]
     unmatched = {
-        at: text for at, text in addresses.items() if at not in [pci(gpu["pci"]) for gpu in all_rows if gpu not in unreachable]
+        at: text
+        for at, text in addresses.items()
+        if at not in [parse_pci(gpu["pci"]) for gpu in all_rows if gpu not in unreachable]
     }
     lost = unmatched if len(unmatched) == len(unreachable) else {}
     broken = "; ".join(f"GPU{gpu['index']}: {gpu['error']}" for gpu in failed)
@@ -131,7 +133,7 @@ def read_gpus(facts: Facts) -> Gpus:
     )
 
 
-def visible(all_rows: Sequence[Row], setting: str | None) -> list[Row]:
+def visible_gpus(all_rows: Sequence[GpuRow], setting: str | None) -> list[GpuRow]:
     """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`setting`). As in CUDA, the list ends before an unknown entry."""
     if setting is None:
         return list(all_rows)
@@ -145,13 +147,13 @@ def visible(all_rows: Sequence[Row], setting: str | None) -> list[Row]:
     return chosen
 
 
-def pci(address: str) -> tuple[int, ...]:
+def parse_pci(address: str) -> tuple[int, ...]:
     """Return (domain, bus, device) of a PCI address as NVML (00000000:9A:00.0) or the kernel (0000:9a:00) has it."""
     return tuple(int(field, 16) for field in re.findall(r"[0-9A-Fa-f]+", address.partition(".")[0]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Topology:
+class GpuTopology:
     """The matrix of `nvidia-smi topo -m`. All fields are empty if there is no matrix."""
 
     pairs: dict[tuple[str, str], str]  # ("GPU0", "GPU1") -> connection such as NV18; each pair is there once
@@ -159,7 +161,7 @@ class Topology:
     has_nics: bool
 
 
-def read_topology(facts: Facts, indices: Sequence[int]) -> Topology:
+def read_topology(facts: NodeFacts, indices: Sequence[int]) -> GpuTopology:
     """Return the connections of these GPUs."""
     columns: list[str] = []
     cells_of: dict[str, dict[str, str]] = {}
@@ -176,7 +178,7 @@ def read_topology(facts: Facts, indices: Sequence[int]) -> Topology:
     gpus = [gpu for i in sorted(indices) if (gpu := f"GPU{i}") in cells_of]
     pairs = {(a, b): cells_of[a][b] for a, b in itertools.combinations(gpus, 2)}
     near = {gpu: [card for nic, card in nics.items() if cells_of[gpu].get(nic) in ("PIX", "PXB")] for gpu in gpus}
-    return Topology(pairs, near, bool(nics))
+    return GpuTopology(pairs, near, bool(nics))
 
 
 def parse_vboost(text: str) -> dict[int, tuple[int, int]]:

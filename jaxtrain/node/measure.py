@@ -1,6 +1,6 @@
 """Times pieces of work on GPUs: matmuls, attention, memory, the host link and collectives. node/disk_rates.py times disks.
 
-Kernels (node/kernels.py), calibration (node/calibrate.py) and preflight (node/node_rates.py) are all timed as `Work`.
+Kernels (node/kernels.py), calibration (node/calibrate.py) and preflight (node/node_rates.py) are all timed as `TimedWork`.
 
 The timed program repeats the work in a jitted loop, so the time of a dispatch does not count. Each iteration depends on the
 previous one, so that XLA neither hoists nor merges iterations. The program first runs untimed until clocks have settled. The
@@ -44,7 +44,7 @@ ATTENTION_BACKWARD = 2.5  # FLOPs of attention's backward pass over those of its
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 PROBE = 3  # iterations of the program that finds out how many iterations take `Sizes.seconds`
 
-Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for `looped`
+Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for `make_loop`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,11 @@ TINY = Sizes(  # for tests on CPUs: every program runs, but the figures have no 
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class TimedWork:
     """A piece of work for timing."""
 
     kind: str
-    what: str  # shapes or sizes
+    label: str  # shapes or sizes
     flop: float  # FLOPs of one call
     bytes: float  # bytes that one call moves over the link `over`
     prepare: Callable[[], Loop]  # creates the operands
@@ -131,10 +131,10 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class WorkReading:
     """The time of some work on one device, or on several devices together."""
 
-    work: Work
+    work: TimedWork
     seconds: float = 0.0  # of one call: the median
     spread: float = 0.0  # (slowest - fastest) / median
     failed: str = ""  # reason why there is no time
@@ -144,17 +144,17 @@ class Reading:
         """Return FLOPs per second; for work without FLOPs, bytes per second."""
         return self.work.amount / self.seconds
 
-    def minus(self, baseline: "Reading", kind: str) -> "Reading":
+    def minus(self, baseline: "WorkReading", kind: str) -> "WorkReading":
         """Return the reading of this work without `baseline`, as work of this kind."""
         flop, moved_bytes = self.work.flop - baseline.work.flop, self.work.bytes - baseline.work.bytes
         work = dataclasses.replace(self.work, kind=kind, flop=flop, bytes=moved_bytes)
-        return Reading(work, self.seconds - baseline.seconds, self.spread, self.failed or baseline.failed)
+        return WorkReading(work, self.seconds - baseline.seconds, self.spread, self.failed or baseline.failed)
 
 
 # ---- timing
 
 
-def time_work(work: Work, sizes: Sizes, watch: AbstractContextManager[Any] | None = None) -> list[Reading]:
+def time_work(work: TimedWork, sizes: Sizes, watch: AbstractContextManager[Any] | None = None) -> list[WorkReading]:
     """Time work. Return a reading for each of its devices, or one reading.
 
     Args:
@@ -166,32 +166,34 @@ def time_work(work: Work, sizes: Sizes, watch: AbstractContextManager[Any] | Non
         rounds = max(1, min(sizes.rounds, math.ceil(sizes.flop / (work.flop * work.calls)) if work.flop else sizes.rounds))
         if math.isfinite(sizes.seconds):
             # Processes may choose different numbers, since no device waits for another in such work.
-            probe = timed(looped(body, PROBE), constants, state, sizes=dataclasses.replace(sizes, warm_s=0.0, repeats=1))
+            probe = time_calls(
+                make_loop(body, PROBE), constants, state, sizes=dataclasses.replace(sizes, warm_s=0.0, repeats=1)
+            )
             rounds = max(1, min(rounds, round(sizes.seconds * PROBE / probe[0][0])))
-    run = looped(body, rounds) if work.looped else body
+    run = make_loop(body, rounds) if work.looped else body
     if watch:
         jax.block_until_ready(run(constants, state))  # compile before `watch` is entered
     with watch or contextlib.nullcontext():
-        times = timed(run, constants, state, sizes=sizes, devices=work.devices)
+        times = time_calls(run, constants, state, sizes=sizes, devices=work.devices)
     readings = []
     for seconds in times:
         median = statistics.median(seconds)
-        readings.append(Reading(work, median / (rounds * work.calls), (max(seconds) - min(seconds)) / median))
+        readings.append(WorkReading(work, median / (rounds * work.calls), (max(seconds) - min(seconds)) / median))
     return readings
 
 
-def try_work(work: Work, sizes: Sizes) -> list[Reading]:
+def try_work(work: TimedWork, sizes: Sizes) -> list[WorkReading]:
     """Return the readings of `time_work`. If the work cannot be timed, the reading has the reason."""
     if work.unable:
-        return [Reading(work, failed=work.unable)]
+        return [WorkReading(work, failed=work.unable)]
     try:
         return time_work(work, sizes)
     except Exception as error:  # of compiler, driver, memory or kernel; other work is still timed
         traceback.print_exc()
-        return [Reading(work, failed=error_line(error))]
+        return [WorkReading(work, failed=error_line(error))]
 
 
-def timed(run: Callable[..., Any], *args: Any, sizes: Sizes, devices: Sequence[Any] = ()) -> list[list[float]]:
+def time_calls(run: Callable[..., Any], *args: Any, sizes: Sizes, devices: Sequence[Any] = ()) -> list[list[float]]:
     """Return the seconds of `sizes.repeats` calls. Untimed calls compile and warm up first.
 
     Args:
@@ -223,7 +225,7 @@ def timed(run: Callable[..., Any], *args: Any, sizes: Sizes, devices: Sequence[A
 # ---- programs
 
 
-def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
+def make_loop(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
     """Return a jitted `(constants, state) -> state` that runs `state = body(constants, state)` `rounds` times."""
 
     def loop(constants: Any, state: Any) -> Any:
@@ -239,16 +241,16 @@ def chain(x: jax.Array, *arrays: jax.Array) -> jax.Array:
     zeros uses less power and runs faster. The optimization barrier prevents XLA from computing only the used elements of
     `arrays`.
     """
-    return put(x, drop(*arrays))
+    return set_first(x, depend_on(*arrays))
 
 
-def drop(*arrays: jax.Array) -> jax.Array:
+def depend_on(*arrays: jax.Array) -> jax.Array:
     """Return a number that depends on all arrays of `arrays`."""
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(arrays)]
     return jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
 
 
-def put(x: jax.Array, number: jax.Array) -> jax.Array:
+def set_first(x: jax.Array, number: jax.Array) -> jax.Array:
     """Return x with this number as its first element."""
     return jax.lax.dynamic_update_slice(x, number.astype(x.dtype).reshape((1,) * x.ndim), (0,) * x.ndim)
 
@@ -259,7 +261,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def sharded_over(devices: Sequence[Any]) -> NamedSharding:
+def sharding_over(devices: Sequence[Any]) -> NamedSharding:
     """Return the sharding of the first dimension over these devices."""
     return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), P(AXIS))
 
@@ -267,19 +269,19 @@ def sharded_over(devices: Sequence[Any]) -> NamedSharding:
 def normal_on_each(seed: int, shape: tuple[int, ...], dtype: Any, devices: Sequence[Any]) -> jax.Array:
     """Return an array of random values, sharded in its first dimension. shape: shape of the shard of each device."""
     global_shape = (len(devices) * shape[0], *shape[1:])
-    return jax.jit(functools.partial(normal, seed, global_shape, dtype), out_shardings=sharded_over(devices))()
+    return jax.jit(functools.partial(normal, seed, global_shape, dtype), out_shardings=sharding_over(devices))()
 
 
-def manual(body: Callable[..., Any], devices: Sequence[Any], constants: P, state: P) -> Callable[..., Any]:
-    """Return a body for `looped` that runs `body` on each device with the device's own shards. The specs are for shards."""
-    mesh = sharded_over(devices).mesh
+def per_device_body(body: Callable[..., Any], devices: Sequence[Any], constants: P, state: P) -> Callable[..., Any]:
+    """Return a body for `make_loop` that runs `body` on each device with the device's own shards. The specs are for shards."""
+    mesh = sharding_over(devices).mesh
     return jax.shard_map(body, mesh=mesh, in_specs=(constants, state), out_specs=state, check_vma=False)
 
 
 # ---- matmuls
 
 
-def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Work:
+def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> TimedWork:
     """Return the matmuls (M, K) x (K, N) of training: forward, and the gradients of input and weight. A call is one matmul.
 
     Quantizing the operands of FP8 is not timed, since plans count it separately.
@@ -310,8 +312,8 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Wor
             else:
                 y_MN = times(x_MK, w_KN.T)
                 products += [times(y_MN, w_KN), times(x_MK.T, y_MN.T)]
-        last = jax.lax.optimization_barrier(drop(*products))  # computed once for all arrays of the state
-        return tuple(put(x, last) for x in state)
+        last = jax.lax.optimization_barrier(depend_on(*products))  # computed once for all arrays of the state
+        return tuple(set_first(x, last) for x in state)
 
     def prepare() -> Loop:
         seeds = itertools.count()
@@ -319,13 +321,17 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Wor
         def make_arrays(specs: Sequence[tuple[tuple[int, int], Any]]) -> tuple[jax.Array, ...]:
             return tuple(normal_on_each(next(seeds), shape, dtype, devices) for shape, dtype in specs)
 
-        return manual(body, devices, P(AXIS), P(AXIS)), [make_arrays(constants) for _ in range(copies)], make_arrays(state)
+        return (
+            per_device_body(body, devices, P(AXIS), P(AXIS)),
+            [make_arrays(constants) for _ in range(copies)],
+            make_arrays(state),
+        )
 
     gpu_hardware = attention_table.Hardware.of(devices[0])
     major, minor = gpu_hardware.compute_capability
     unable = is_fp8 and gpu_hardware.platform != "cpu" and 10 * major + minor < precision.SM
     element_bytes = (2 * value.itemsize + 2) / 3  # bytes of an element: two matrices are read, the third is written
-    return Work(
+    return TimedWork(
         f"gemm {dtype}",
         f"{M:,} x {K:,} x {N:,}",
         2.0 * M * K * N,
@@ -343,7 +349,7 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Wor
 
 def attention(
     device: Any, name: str, spec: attention_table.Spec, shape: tuple[int, int, int, int, int], documents: int = 1
-) -> tuple[Work, Work]:
+) -> tuple[TimedWork, TimedWork]:
     """Return an attention kernel's forward pass, and its forward and backward pass. FLOPs are those inside the mask.
 
     Args:
@@ -371,20 +377,20 @@ def attention(
 
         k_BSKH, v_BSKH, do_BTNH = normal(0, (B, T, K, H)), normal(1, (B, T, K, H)), normal(2, (B, T, N, H))
         # As in the model, since cuDNN's kernels need a shard_map that is manual over the whole mesh.
-        return manual(body, [device], P(), P()), (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
+        return per_device_body(body, [device], P(), P()), (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
 
     label = f"{name}{', packed' if spec.packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
     flop, q, kv = 2.0 * B * N * H * T**2 / documents, 2.0 * B * T * N * H, 2.0 * B * T * K * H
-    forward = Work("attention forward", label, flop, 2 * q + 2 * kv, functools.partial(prepare, False))
+    forward = TimedWork("attention forward", label, flop, 2 * q + 2 * kv, functools.partial(prepare, False))
     # Forward and backward read q, k, v, o and do, and write o, dq, dk and dv.
     flops, moved_bytes = flop * (1 + ATTENTION_BACKWARD), 6 * q + 6 * kv
-    return forward, Work("attention forward+backward", label, flops, moved_bytes, functools.partial(prepare, True))
+    return forward, TimedWork("attention forward+backward", label, flops, moved_bytes, functools.partial(prepare, True))
 
 
 # ---- memory and host link
 
 
-def memory(devices: Sequence[Any], sizes: Sizes) -> Work:
+def memory(devices: Sequence[Any], sizes: Sizes) -> TimedWork:
     """Return `a = b + a / 2` in float32 on each device. A call reads two arrays and writes one array."""
     count = sizes.memory_mib * 2**20 // 4
 
@@ -392,10 +398,10 @@ def memory(devices: Sequence[Any], sizes: Sizes) -> Work:
         b, a = (normal_on_each(seed, (count,), jnp.float32, devices) for seed in (0, 1))
         return lambda b, a: b + 0.5 * a, b, a
 
-    return Work("memory", f"2 x {sizes.memory_mib} MiB read, 1 written", 0.0, 3.0 * 4 * count, prepare, devices=devices)
+    return TimedWork("memory", f"2 x {sizes.memory_mib} MiB read, 1 written", 0.0, 3.0 * 4 * count, prepare, devices=devices)
 
 
-def host(device: Any, sizes: Sizes, to_host: bool) -> Work:
+def host(device: Any, sizes: Sizes, to_host: bool) -> TimedWork:
     """Return a copy from the device to pinned host memory, or back."""
     count = sizes.host_mib * 2**20 // 4
     source, target = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -406,13 +412,13 @@ def host(device: Any, sizes: Sizes, to_host: bool) -> Work:
         return lambda _, x: jax.device_put(x, target), (), jax.device_put(normal(0, (count,), jnp.float32), source)
 
     label = "device to host" if to_host else "host to device"
-    return Work("host", label, 0.0, 4.0 * count, prepare, over="host", rounds=1, looped=False)
+    return TimedWork("host", label, 0.0, 4.0 * count, prepare, over="host", rounds=1, looped=False)
 
 
 # ---- collectives
 
 
-def collective(kind: str, devices: Sequence[Any], message: float, rounds: int) -> Work:
+def collective(kind: str, devices: Sequence[Any], message: float, rounds: int) -> TimedWork:
     """Return a collective of bfloat16 over these devices, in one or several processes.
 
     `bytes` are those that each device sends in a ring. So the rate is the bus bandwidth of nccl-tests: message bytes over
@@ -436,9 +442,9 @@ def collective(kind: str, devices: Sequence[Any], message: float, rounds: int) -
     }[kind]
 
     def prepare() -> Loop:
-        x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharded_over(devices))()
-        return manual(body, devices, P(), P(AXIS)), (), x
+        x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharding_over(devices))()
+        return per_device_body(body, devices, P(), P(AXIS)), (), x
 
     sent_bytes = {"no collective": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
     label = f"{2 * elements / 2**20:,.3g} MiB over {D} devices"
-    return Work(kind, label, 0.0, sent_bytes, prepare, over="NVLink", rounds=rounds, message=2.0 * elements)
+    return TimedWork(kind, label, 0.0, sent_bytes, prepare, over="NVLink", rounds=rounds, message=2.0 * elements)

@@ -19,8 +19,8 @@ from jaxtrain.config.stores import is_bucket
 from jaxtrain.node import checks, rates
 from jaxtrain.node.checks import NETWORK_DISKS
 from jaxtrain.node.facts import Unanswered, call_with_timeout
-from jaxtrain.node.node_rates import measure
-from jaxtrain.node.table import Check, Context, Verdict, fault, listed
+from jaxtrain.node.node_rates import measure_node
+from jaxtrain.node.table import Check, NodeContext, Verdict, fault, join_items
 from jaxtrain.report.preflight import FAULT, MISSING, OK, Finding, NodeReport
 from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, connect
 from jaxtrain.runtime.startup import quiet
@@ -39,7 +39,7 @@ PROCESSES = Check(
     "Start every process, and let each reach process 0's port through any firewall.",
 )
 # Fact that all nodes of a run must share -> the reason.
-EQUAL = {
+MUST_AGREE = {
     "driver": "Drivers of different versions have different errors and speeds, and one node then behaves differently.",
     "GPUs": "A mesh runs at the pace of its slowest GPU, and needs the same number on every node.",
     "packages": "With another version of JAX or NCCL a process compiles another program, and hangs in the first collective.",
@@ -47,7 +47,7 @@ EQUAL = {
 }
 COMPARISONS = {
     what: Check(f"{what} of all nodes", "equal", why, "Bring the nodes to the same state, or leave this one out.")
-    for what, why in EQUAL.items()
+    for what, why in MUST_AGREE.items()
 }
 CLOCKS = Check(
     "clocks of all nodes",
@@ -75,7 +75,7 @@ class Preflight:
 
     def __init__(
         self,
-        context: Context,
+        context: NodeContext,
         cluster: Cluster | None,
         limit_s: float,
         connect_s: float = 300.0,
@@ -150,18 +150,18 @@ class Preflight:
         hosts, process_index = [host for host, _ in processes], self._peers.process_index
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         figures = self._gather("figures", self._measure(reads_disks=process_index in firsts))
-        measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[process_index]])
+        measured = merge_figures([each for each, host in zip(figures, hosts, strict=True) if host == hosts[process_index]])
         if measured:
             self._context = dataclasses.replace(self._context, measured=measured)
             self._findings = [*self._findings, *rates.CHECKS.run(self._context)]
-        local_report = [dataclasses.asdict(self._report(self._findings)), describe(self._context, connected)]
+        local_report = [dataclasses.asdict(self._report(self._findings)), describe_node(self._context, connected)]
         all_reports = self._gather("report", local_report if process_index in firsts else None)
         reports = [NodeReport(**report) for report, _ in filter(None, all_reports)]
         for each in reports:
             each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
         first = reports[0].findings
         if len(firsts) > 1:
-            first += compare([hosts[i] for i in firsts], [all_reports[i][1] for i in firsts])
+            first += compare_nodes([hosts[i] for i in firsts], [all_reports[i][1] for i in firsts])
         # The check of a node may have reported renumbered GPUs already.
         if not any(f.name == checks.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
             first += compare_processes(processes)
@@ -191,12 +191,12 @@ class Preflight:
             host = self._cluster.coordinator.rpartition(":")[0]
             children = dataclasses.replace(self._cluster, coordinator=f"{host}:{ready[0]['port']}")
         # All children have the same budget, since the end of one child would end the others.
-        figures = measure(paths, min(each["budget_s"] for each in ready), children)
+        figures = measure_node(paths, min(each["budget_s"] for each in ready), children)
         figures["left_out"] |= left_out
         return figures
 
 
-def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
+def paths_to_measure(context: NodeContext, process: int) -> tuple[dict[str, Path], dict[str, str]]:
     """Return (name -> path whose disk process `process` measures, "disk.NAME" -> reason why it does not measure that disk)."""
     disks = context.facts.disks
     candidates = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
@@ -208,7 +208,7 @@ def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], d
     return {n: Path(path).expanduser() for n, path in candidates.items() if f"disk.{n}" not in left_out}, left_out
 
 
-def merged(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_figures(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rates of a node: the rates of GPUs from all of its processes, all other rates from its first process."""
     out: dict[str, Any] = dict(figures[0])
     for process_figures in figures[1:]:
@@ -222,8 +222,8 @@ def merged(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # ---- the nodes and processes of a run beside each other
 
 
-def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
-    """Return the properties of this node that `compare` compares among nodes.
+def describe_node(context: NodeContext, connected_unix: float | None) -> dict[str, Any]:
+    """Return the properties of this node that `compare_nodes` compares among nodes.
 
     Args:
         connected_unix: this node's time when all processes were connected, in Unix seconds.
@@ -238,7 +238,7 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
     }
 
 
-def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def compare_nodes(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Return a fault for each property of a node that differs from the most frequent value.
 
     If the clocks differ by over CLOCKS_APART_S, add a fault for the clock farthest from the median. Without a fault, return
@@ -257,19 +257,21 @@ def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> 
         middle = sorted(times.values())[len(times) // 2]
         node = max(times, key=lambda n: abs(times[n] - middle))
         findings.append(CLOCKS.finding(fault(f"{times[node] - middle:+.1f} s from the others"), node))
-    return findings or [Finding("nodes alike", OK, f"{', '.join(EQUAL)} and clocks", f"{len(hosts)} nodes", node="all")]
+    return findings or [Finding("nodes alike", OK, f"{', '.join(MUST_AGREE)} and clocks", f"{len(hosts)} nodes", node="all")]
 
 
 def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) -> str:
     names = sorted(name for name in {*packages, *usual} if packages.get(name) != usual.get(name))
-    return listed([f"{name} {packages.get(name, 'missing')}, others {usual.get(name, 'none')}" for name in names])
+    return join_items([f"{name} {packages.get(name, 'missing')}, others {usual.get(name, 'none')}" for name in names])
 
 
 def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
     """Return a fault for each host whose processes differ in CUDA_VISIBLE_DEVICES. processes: (host, value) of each process."""
     values = {host: sorted({value for process_host, value in processes if process_host == host}) for host, _ in processes}
     return [
-        CHECKS[checks.VISIBLE].finding(fault(f"{len(distinct)} values on {host}: {listed([repr(v) for v in distinct])}"), host)
+        CHECKS[checks.VISIBLE].finding(
+            fault(f"{len(distinct)} values on {host}: {join_items([repr(v) for v in distinct])}"), host
+        )
         for host, distinct in values.items()
         if len(distinct) > 1
     ]

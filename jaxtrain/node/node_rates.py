@@ -49,7 +49,7 @@ MEMORY_VARIABLES = (
 NO_FAULT = re.compile(r"RESOURCE_EXHAUSTED|UNIMPLEMENTED|out of memory", re.IGNORECASE)
 
 
-def measure(
+def measure_node(
     paths: Mapping[str, Path],
     budget_s: float,
     cluster: Cluster | None = None,
@@ -139,11 +139,11 @@ def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, figures:
     for name, path in paths.items():
         subject = f"{path} (its file system hangs, or is very slow)"
         try:
-            folder = call_with_timeout(ANSWER_S, subject, functools.partial(disk_rates.existing, path))
+            folder = call_with_timeout(ANSWER_S, subject, functools.partial(disk_rates.existing_folder, path))
             device = call_with_timeout(ANSWER_S, subject, functools.partial(os.stat, folder)).st_dev
             if device not in by_device:
                 try:
-                    work = functools.partial(disk_rates.disk, folder, seconds, size)
+                    work = functools.partial(disk_rates.measure_disk, folder, seconds, size)
                     by_device[device] = call_with_timeout(seconds + ANSWER_S, subject, work)
                 except (OSError, Unanswered, disk_rates.Unmeasured) as error:
                     by_device[device] = error

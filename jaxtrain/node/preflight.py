@@ -15,7 +15,7 @@ from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.node.facts import COMMAND_S, RecordingError, Unanswered, call_with_timeout, read_facts, read_recording
 from jaxtrain.node.multi_node import Preflight
-from jaxtrain.node.table import Context
+from jaxtrain.node.table import NodeContext
 from jaxtrain.report import preflight as report
 from jaxtrain.report.preflight import NodeReport
 from jaxtrain.runtime import distributed
@@ -26,7 +26,9 @@ SAVE_S = 5.0  # time limit for writing a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def run(args: Args, options: Mapping[str, str], cluster: Cluster | None, allowed: Sequence[str], own_process: bool) -> int:
+def run_preflight(
+    args: Args, options: Mapping[str, str], cluster: Cluster | None, allowed: Sequence[str], own_process: bool
+) -> int:
     """Check the node, print the report, and return the exit code.
 
     Args:
@@ -48,7 +50,7 @@ def run(args: Args, options: Mapping[str, str], cluster: Cluster | None, allowed
     return code
 
 
-def read_context(args: Args, options: Mapping[str, str], cluster: Cluster | None) -> Context:
+def read_context(args: Args, options: Mapping[str, str], cluster: Cluster | None) -> NodeContext:
     """Read this node, or the recorded one. Raises ConfigError."""
     paths = run_paths(args)
     if args.recorded:
@@ -63,11 +65,11 @@ def read_context(args: Args, options: Mapping[str, str], cluster: Cluster | None
     else:
         facts = read_facts(paths, min(COMMAND_S, args.limit / 2))
     has_config = any(arg.startswith("--config") for arg in args.loaded.launch.argv)
-    return Context(facts, args.loaded.run, paths, cluster, has_config)
+    return NodeContext(facts, args.loaded.run, paths, cluster, has_config)
 
 
 def check_node(
-    context: Context, cluster: Cluster | None, args: Args, allowed: Sequence[str], began: float, own_process: bool
+    context: NodeContext, cluster: Cluster | None, args: Args, allowed: Sequence[str], began: float, own_process: bool
 ) -> int:
     """Check a node together with the processes of its run, print the report, and return the exit code."""
 
@@ -80,10 +82,10 @@ def check_node(
                 print(text)
                 print(report.last_line(reports), file=sys.stderr)
             else:
-                report.show(reports)
+                report.show_report(reports)
                 saved = not file or save("--json", file, lambda path: write_atomic(path, text + "\n"))
         elif report.is_incomplete(reports):  # process 0, which usually reports, may be lost
-            report.show(reports)
+            report.show_report(reports)
         return report.exit_code(reports) or int(not saved)
 
     def end(reports: list[NodeReport]) -> None:

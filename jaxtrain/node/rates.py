@@ -12,9 +12,9 @@ from typing import Any
 from jaxtrain.config import hardware
 from jaxtrain.node.checks import NETWORK_DISKS, SLOWDOWNS, active_nics, port
 from jaxtrain.node.machine import Board
-from jaxtrain.node.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown, worst
+from jaxtrain.node.table import CheckTable, NodeContext, Probe, Verdict, fault, join_items, note, ok, unknown, worst
 
-CHECKS = Table()
+CHECKS = CheckTable()
 
 GPU_RATES = ("gemm_tflops", "hbm_gb_s")  # lists with a figure for each GPU
 GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
@@ -30,7 +30,7 @@ DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
 NOT_MEASURED = "it was not measured"
 
 
-def reason(context: Context, *keys: str) -> Verdict:
+def reason(context: NodeContext, *keys: str) -> Verdict:
     """Return the verdict `unknown`, with the first known reason, in the order of `keys`, why a rate was not measured."""
     left_out = context.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
@@ -43,12 +43,12 @@ def reason(context: Context, *keys: str) -> Verdict:
     fix="Look for Xid in dmesg, at the checks above, and at NCCL's log (NCCL_DEBUG=INFO); then reset the GPUs or take the node "
     "out.",
 )
-def gpu_work(context: Context) -> Verdict | None:
+def gpu_work(context: NodeContext) -> Verdict | None:
     failed = [text for key, text in context.measured.get("failed", {}).items() if not key.startswith("disk.")]
     if not failed:
         return None
     # Programs of GPUs run only if the driver reports GPUs, so a node whose NVML hangs has GPUs too.
-    return dataclasses.replace(fault(listed(failed, 2)), of_cpus=True)
+    return dataclasses.replace(fault(join_items(failed, 2)), of_cpus=True)
 
 
 def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float]) -> Probe:
@@ -58,7 +58,7 @@ def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float]) -> 
     sheet's rate, which `peak` returns.
     """
 
-    def probe(context: Context) -> Verdict | None:
+    def probe(context: NodeContext) -> Verdict | None:
         if not context.gpus.count:
             return None
         rates = dict(zip(context.measured.get("gpus") or context.gpus.indices, context.measured.get(key) or (), strict=False))
@@ -69,7 +69,7 @@ def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float]) -> 
             median = statistics.median([other_rate for i, other_rate in rates.items() if i != gpu] or [rate])
             slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < (1 - SLOWER) * median else []
         if slow:
-            return fault(f"{listed(slow)}; all {text}")
+            return fault(f"{join_items(slow)}; all {text}")
         sheet = hardware.lookup(context.gpus.names[0])
         if not sheet:
             return ok(text)
@@ -94,17 +94,17 @@ CHECKS.add(
     fix="Look at fans, coolant and inlet temperature, power supplies and cables; see also nvidia-smi -q -d "
     "PERFORMANCE,TEMPERATURE.",
 )
-def under_load(context: Context) -> Verdict | None:
+def under_load(context: NodeContext) -> Verdict | None:
     """Return the verdict on clocks, power and throttling of all GPUs, sampled during the matmuls."""
     if not context.gpus.count:
         return None
     if not (samples := context.measured.get("under_load")):
         return reason(context, "under_load", "gemm_tflops")
     highest = {row["index"]: row.get("max_sm_clock_mhz") for row in context.gpus.rows}
-    return worst({f"GPU{gpu['gpu']}": of_samples(gpu, highest.get(gpu["gpu"]), context.board) for gpu in samples}, "")
+    return worst({f"GPU{gpu['gpu']}": samples_verdict(gpu, highest.get(gpu["gpu"]), context.board) for gpu in samples}, "")
 
 
-def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
+def samples_verdict(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
     """Return the verdict on the samples of one GPU (`node_rates.load_samples`). highest: its highest SM clock in MHz."""
     mhz, watt, limit = gpu["sm_mhz"], gpu["power_w"], gpu["power_limit_w"]
     slowed = {why: share for why, share in gpu["reasons"].items() if why in SLOWDOWNS.values()}
@@ -112,12 +112,12 @@ def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | Non
     # Laptop and desktop GPUs reach their highest temperature by design, so sw_thermal is normal for them.
     often = [why for why, share in slowed.items() if share >= THROTTLED_SHARE and (board or why != "sw_thermal")]
     if often:
-        return fault(listed([texts[why] for why in often]))
+        return fault(join_items([texts[why] for why in often]))
     if mhz and watt and limit and highest and mhz < LOW_CLOCK * highest and watt < LOW_POWER * limit:
         fix = "Its clocks may be locked, which nvidia-smi does not show: sudo nvidia-smi -rgc resets them."
         return note(f"slow, at {mhz:,.0f} of {highest:,.0f} MHz and {watt:.0f} of {limit:.0f} W", fix=fix)
     if slowed:
-        return note(listed(list(texts.values())))
+        return note(join_items(list(texts.values())))
     return ok(f"{mhz:,.0f} MHz" if mhz else "none")
 
 
@@ -135,7 +135,7 @@ CHECKS.add(
     why="It sums the gradients; if it is slower than the links, steps wait for it.",
     fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path, and whether it uses NVLS.",
 )
-def all_reduce(context: Context) -> Verdict | None:
+def all_reduce(context: NodeContext) -> Verdict | None:
     if context.gpus.count < 2:
         return None
     rate = context.measured.get("all_reduce_bus_gb_s")
@@ -165,7 +165,7 @@ def all_reduce(context: Context) -> Verdict | None:
     fix="Look at the nodes' GPU and NIC, InfiniBand and GPUDirect lines; NCCL_DEBUG=INFO shows whether NET/IB or NET/Socket is "
     "used.",
 )
-def between_nodes(context: Context) -> Verdict | None:
+def between_nodes(context: NodeContext) -> Verdict | None:
     if not context.several_nodes:
         return None
     rate = context.measured.get("inter_node_all_reduce_bus_gb_s")
@@ -186,7 +186,7 @@ def between_nodes(context: Context) -> Verdict | None:
     why="A save that takes longer than the steps between two saves delays training; so does input that comes too late.",
     fix="Set checkpoint.dir or paths.data to a faster file system, and see who else uses this one.",
 )
-def disk_rates(context: Context) -> Verdict | None:
+def disk_rates(context: NodeContext) -> Verdict | None:
     def disk_texts(kind: str) -> dict[str, str]:
         texts = {k: why for k, why in context.measured.get(kind, {}).items() if k.startswith("disk.")}
         return {key: f"{key.removeprefix('disk.')}: {why}" for key, why in texts.items()}
@@ -205,7 +205,7 @@ def disk_rates(context: Context) -> Verdict | None:
     # Other users can slow a shared file system down, so a single measurement is no fault.
     shared = [at for at in slow if at[0] in context.facts.disks and context.facts.disks[at[0]].kind in NETWORK_DISKS]
     if local_texts := [texts[at] for at in slow if at not in shared]:
-        return fault(listed(local_texts))
+        return fault(join_items(local_texts))
     if shared:
-        return note(f"{listed([texts[at] for at in shared])}, over the network")
+        return note(f"{join_items([texts[at] for at in shared])}, over the network")
     return ok("; ".join([", ".join(texts.values()), *left_out]))

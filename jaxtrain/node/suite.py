@@ -53,7 +53,7 @@ GPU_TESTS = launch.REPO / "tests" / "gpu"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """The result of a part.
 
     Attributes:
@@ -69,7 +69,7 @@ class Outcome:
     data: Any = None
 
 
-class Node(bench.Folder):
+class Node(bench.BenchFolder):
     """The output folder of parts.
 
     smoke: whether to use tiny shapes. cache: folder for compiled programs; "": none; None: the folder of the config.
@@ -81,43 +81,43 @@ class Node(bench.Folder):
 
     def run_program(
         self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
-    ) -> tuple[int | None, Outcome]:
+    ) -> tuple[int | None, PartOutcome]:
         """Run a program as a part. Return (exit code, or None after a timeout; outcome, GOOD if the code is 0, else BAD)."""
         code, output = run_program(command, self.log(name), environ=environ, limit_s=max(1.0, limit_s))
         lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
         if code == 0:
-            return code, Outcome(GOOD, last_lines(output).rpartition(" | ")[2], lines)
-        return code, Outcome(BAD, "not done in time" if code is None else f"exit code {code}: {last_lines(output)}", lines)
+            return code, PartOutcome(GOOD, last_lines(output).rpartition(" | ")[2], lines)
+        return code, PartOutcome(BAD, "not done in time" if code is None else f"exit code {code}: {last_lines(output)}", lines)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SuitePart:
     """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left.
 
     gate: if this part fails, no further part runs.
     """
 
     name: str
-    act: Callable[[Node, float], Outcome]
+    act: Callable[[Node, float], PartOutcome]
     most_s: float
     need_s: float = 1.0
     gate: bool = False
 
-    def run(self, node: Node, limit_s: float) -> Outcome:
+    def run(self, node: Node, limit_s: float) -> PartOutcome:
         """Run the part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
         if limit_s < self.need_s:
-            return Outcome(OUT, f"{duration(limit_s)} were left, and it needs {duration(self.need_s)}")
+            return PartOutcome(OUT, f"{duration(limit_s)} were left, and it needs {duration(self.need_s)}")
         try:
             return self.act(node, limit_s)
         except Exception as error:
             log = node.log(f"{self.name}_error")
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
-            return Outcome(BAD, f"{error_line(error)} ({log})")
+            return PartOutcome(BAD, f"{error_line(error)} ({log})")
 
 
 def run_parts(
-    parts: Sequence[Part],
+    parts: Sequence[SuitePart],
     node: Node,
     console: rich.console.Console,
     budget_s: float,
@@ -191,21 +191,21 @@ def shipped_config(node: Node, name: str, micro: int, accum: int) -> tuple[str, 
 # ---- Parts
 
 
-def check_health(node: Node, limit_s: float) -> Outcome:
+def check_health(node: Node, limit_s: float) -> PartOutcome:
     """Check GPUs, links, versions, host and environment by preflight, without measuring."""
     command = jaxtrain_command("preflight", "--no-measure", f"--json={node.path / 'preflight.json'}")
     return node.run_program("Preflight", command, limit_s)[1]
 
 
-def calibrate(node: Node, limit_s: float) -> Outcome:
+def calibrate(node: Node, limit_s: float) -> PartOutcome:
     """Measure rates of matmuls, attention, memory and links, for the plans of the later parts."""
     if node.smoke:
-        return Outcome(OUT, "plans are made for GPUs")
+        return PartOutcome(OUT, "plans are made for GPUs")
     code, outcome = node.run_program("Rates", jaxtrain_command("plan", "--calibrate"), limit_s)
-    return Outcome(OUT, outcome.found, outcome.lines) if code is None else outcome
+    return PartOutcome(OUT, outcome.found, outcome.lines) if code is None else outcome
 
 
-def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Sequence[str] = ("",)) -> Outcome:
+def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Sequence[str] = ("",)) -> PartOutcome:
     """Compare attention, grouped matmuls and FP8 matmuls with their definitions (tests/gpu).
 
     No test starts in the last fifth of `limit_s`. A test that still runs after `limit_s` is a fault, since it may hang.
@@ -213,7 +213,7 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
     only: files of tests/gpu, or FILE::TEST; "": all files.
     """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
-        return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
+        return PartOutcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
     file = node.log(name).with_suffix(".jsonl")
     file.unlink(missing_ok=True)
     environ = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
@@ -234,15 +234,15 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
     verdict = BAD if failed or code != 0 or not passed else OFF if unfinished else GOOD
     rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
     table = bench.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows)
-    return Outcome(verdict, text, bench.markdown(table) + outcome.lines * (verdict == BAD), results)
+    return PartOutcome(verdict, text, bench.markdown(table) + outcome.lines * (verdict == BAD), results)
 
 
-def check_parity(node: Node, limit_s: float) -> Outcome:
+def check_parity(node: Node, limit_s: float) -> PartOutcome:
     """Train the same steps on several layouts and compare them."""
     count = node.devices.count
     meshes = SMOKE_LAYOUTS if node.smoke else next((text for n, text in LAYOUTS.items() if n <= count), "")
     if not meshes:
-        return Outcome(OUT, "one device has one layout")
+        return PartOutcome(OUT, "one device has one layout")
     wider = [f"--config.{o}" for o in WIDER]
     cases = {"f32": [*SMALL, "--steps=1"]} if node.smoke else {"f32": ["--dtype=f32"], "bf16": [*wider, "--dtype=bf16"]}
     data, lines, texts, codes = {}, [], [], []
@@ -258,10 +258,10 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
         texts.append(f"{name}: {outcome.found}")
         codes.append(code)
     verdict = BAD if any(codes) or not data else OFF if None in codes else GOOD  # without any result, a collective may hang
-    return Outcome(verdict, "; ".join(texts), lines, data)
+    return PartOutcome(verdict, "; ".join(texts), lines, data)
 
 
-def time_configs(node: Node, limit_s: float) -> Outcome:
+def time_configs(node: Node, limit_s: float) -> PartOutcome:
     """Time shipped configs for 30 steps each, or as many as fit into the time, and compare them with their plans."""
     cases = [("tiny", smoke_config(node))] if node.smoke else [shipped_config(node, *c) for c in SHIPPED]
     answers: dict[str, dict[str, Any]] = {}
@@ -275,7 +275,7 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
     off = [f"{name} {text}" for name, r in answers.items() for text in differences_from_plan(r)]
     text = "; ".join([*(f"{name}: {bench.step_result(r)}" for name, r in answers.items()), *off])
     verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off or LATE in ended else GOOD
-    return Outcome(verdict, text, lines, answers)
+    return PartOutcome(verdict, text, lines, answers)
 
 
 def differences_from_plan(answer: Mapping[str, Any]) -> list[str]:
@@ -296,7 +296,7 @@ def differences_from_plan(answer: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]) -> Outcome:
+def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]) -> PartOutcome:
     """Train by the command line, restore the last state in another process, and read the files of the state again.
 
     The restore compares the digests of every tensor with those of the saved state.
@@ -310,7 +310,7 @@ def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]
             code, outcome = node.run_program(f"{name} {act}", command, deadline - time.monotonic())
             lines += outcome.lines
             if code != 0:
-                return Outcome(BAD, f"{act}: {outcome.found}", lines)
+                return PartOutcome(BAD, f"{act}: {outcome.found}", lines)
     finally:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a checkpoint has gigabytes
     receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
@@ -318,19 +318,19 @@ def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]
     last = [line for line in lines_of_run if "loss" in line][-1]
     restore, waited_s = receipt.get("restore", {}), receipt["goodput"]["parts_s"]["save"]
     if restore.get("digests") != "matched":
-        return Outcome(BAD, "the second process did not restore what the first has saved", lines, last)
+        return PartOutcome(BAD, "the second process did not restore what the first has saved", lines, last)
     text = f"loss {last['loss']:.3f}; training waited {waited_s:.2g} s for saves; restored bit for bit in "
     text += f"{restore['seconds']:.2g} s; {outcome.found}"
-    return Outcome(GOOD, text, lines, last | {"restore": restore, "waited_s": waited_s})
+    return PartOutcome(GOOD, text, lines, last | {"restore": restore, "waited_s": waited_s})
 
 
-def check_checkpoint(node: Node, limit_s: float) -> Outcome:
+def check_checkpoint(node: Node, limit_s: float) -> PartOutcome:
     """Save and restore the state of llama3_1b, and compare it bit for bit."""
     argv = smoke_config(node) if node.smoke else shipped_config(node, "llama3_1b", 1, 1)[1]
     return train_and_restore("checkpoint", node, limit_s, [*argv, *SAVED])
 
 
-def train_tiny(node: Node, limit_s: float) -> Outcome:
+def train_tiny(node: Node, limit_s: float) -> PartOutcome:
     """Run configs/tiny.py through the command line, from text to a sample."""
     small = [*SMALL, f"--config.train.global_batch={2 * node.devices.count}", "--config.train.steps=4"]
     small += ["--config.optimizer.warmup_steps=1", "--config.eval.sequences=8", "--config.sample.max_tokens=4"]
@@ -348,17 +348,17 @@ def time_steps(
 
 # The sum of their seconds is below BUDGET_S.
 PARTS = (
-    Part("preflight", check_health, 20),
-    Part("rates", calibrate, 120),
-    Part("kernels", run_gpu_tests, 300),
-    Part("parity", check_parity, 300),
-    Part("configs", time_configs, 540),
-    Part("checkpoint", check_checkpoint, 300),
-    Part("run", train_tiny, 150),
+    SuitePart("preflight", check_health, 20),
+    SuitePart("rates", calibrate, 120),
+    SuitePart("kernels", run_gpu_tests, 300),
+    SuitePart("parity", check_parity, 300),
+    SuitePart("configs", time_configs, 540),
+    SuitePart("checkpoint", check_checkpoint, 300),
+    SuitePart("run", train_tiny, 150),
 )
 
 
-def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
+def run_suite(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
     """Run the suite, and pack its folder into one .tar.gz. Return 0, or 1 if a part failed.
 
     Args: the values of --out ("": a new folder under runs/), --json, --parts ("": all) and --smoke.

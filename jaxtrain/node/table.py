@@ -1,7 +1,7 @@
 """The structure of checks: a table whose entries have a name, a probe, the expected state, a reason and a fix.
 
-A probe is a function of a `Context`. It returns the verdict `ok`, `note`, `fault` or `unknown`, or None if the check does not
-apply to the node. A verdict may replace the texts of its check.
+A probe is a function of a `NodeContext`. It returns the verdict `ok`, `note`, `fault` or `unknown`, or None if the check does
+not apply to the node. A verdict may replace the texts of its check.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.node import machine
-from jaxtrain.node.facts import Facts
-from jaxtrain.node.machine import Board, Gpus, Row, Topology
+from jaxtrain.node.facts import NodeFacts
+from jaxtrain.node.machine import Board, GpuRow, Gpus, GpuTopology
 from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime.distributed import Cluster
 
@@ -51,7 +51,7 @@ def unknown(reason: str, **texts: str) -> Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class NodeContext:
     """A node, and the run for which it is checked.
 
     Args:
@@ -61,7 +61,7 @@ class Context:
         measured: rates of the node (node_rates.py); empty before they are measured.
     """
 
-    facts: Facts
+    facts: NodeFacts
     run: RunConfig
     paths: Mapping[str, str]
     cluster: Cluster | None = None
@@ -77,7 +77,7 @@ class Context:
         return machine.board_of(self.gpus.names)
 
     @functools.cached_property
-    def topology(self) -> Topology:
+    def topology(self) -> GpuTopology:
         """Return the connections of the GPUs that the run may use."""
         return machine.read_topology(self.facts, self.gpus.indices)
 
@@ -92,8 +92,8 @@ class Context:
         return self.cluster.num_processes * (len(ids) or gpu_count) > gpu_count
 
 
-Probe = Callable[[Context], Verdict | None]
-GpuProbe = Callable[[Context, Row], Verdict | None]
+Probe = Callable[[NodeContext], Verdict | None]
+GpuProbe = Callable[[NodeContext, GpuRow], Verdict | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Check:
         return Finding(self.name, verdict.state, seen=verdict.seen, node=node, **texts)
 
 
-class Table(list[Check]):
+class CheckTable(list[Check]):
     """Checks in the order of the report."""
 
     def add(self, name: str, *, expected: str, why: str, fix: str, needs: str = GPUS) -> Callable[[Probe], Probe]:
@@ -125,7 +125,7 @@ class Table(list[Check]):
 
         return decorate
 
-    def run(self, context: Context) -> list[Finding]:
+    def run(self, context: NodeContext) -> list[Finding]:
         """Return the findings of all checks. If a probe raises, its check is `unknown`."""
         findings = []
         for check in self:
@@ -149,9 +149,9 @@ def each_gpu(fact: str) -> Callable[[GpuProbe], Probe]:
     """
 
     def decorate(judge: GpuProbe) -> Probe:
-        def probe(context: Context) -> Verdict:
-            verdicts = {name(row): verdict for row in context.gpus.rows if fact in row and (verdict := judge(context, row))}
-            refused = {name(row): row["refused"].get(fact, NOT_REPORTED) for row in context.gpus.rows if fact not in row}
+        def probe(context: NodeContext) -> Verdict:
+            verdicts = {gpu_name(row): verdict for row in context.gpus.rows if fact in row and (verdict := judge(context, row))}
+            refused = {gpu_name(row): row["refused"].get(fact, NOT_REPORTED) for row in context.gpus.rows if fact not in row}
             if verdicts:
                 unreported = {gpu: note(f"not reported ({why}), and of others", fix=LOOK) for gpu, why in refused.items()}
                 return worst(verdicts | unreported, "")
@@ -171,32 +171,32 @@ def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
     """
     for state in (FAULT, NOTE):
         if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:
-            return dataclasses.replace(chosen[0][1], seen=grouped([(gpu, verdict.seen) for gpu, verdict in chosen]))
+            return dataclasses.replace(chosen[0][1], seen=group_texts([(gpu, verdict.seen) for gpu, verdict in chosen]))
     seen = dict.fromkeys(verdict.seen for verdict in verdicts.values())
-    return ok(listed(list(seen))) if seen else unknown(absent)
+    return ok(join_items(list(seen))) if seen else unknown(absent)
 
 
 # ---- texts
 
 
-def name(row: Row) -> str:
+def gpu_name(row: GpuRow) -> str:
     return f"GPU{row['index']}"
 
 
-def grouped(pairs: Sequence[tuple[str, str]]) -> str:
+def group_texts(pairs: Sequence[tuple[str, str]]) -> str:
     """Format (GPU, text) pairs, with GPUs of equal text together: "GPU0 to GPU7: 500 W of 700"."""
     by_text: dict[str, list[str]] = {}
     for gpu, text in pairs:
         by_text.setdefault(text, []).append(gpu)
-    return "; ".join(f"{span(gpus)}: {text}" for text, gpus in by_text.items())
+    return "; ".join(f"{gpu_range(gpus)}: {text}" for text, gpus in by_text.items())
 
 
-def span(gpus: Sequence[str]) -> str:
+def gpu_range(gpus: Sequence[str]) -> str:
     numbers = [int(gpu[3:]) for gpu in gpus if gpu[3:].isdigit()]
     consecutive = len(numbers) == len(gpus) > 3 and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    return f"{gpus[0]} to {gpus[-1]}" if consecutive else listed(gpus, 8)
+    return f"{gpus[0]} to {gpus[-1]}" if consecutive else join_items(gpus, 8)
 
 
-def listed(texts: Sequence[str], most: int = 4) -> str:
+def join_items(texts: Sequence[str], most: int = 4) -> str:
     """Format a list with at most `most` items: "a, b, c, d and 3 more"."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -307,7 +307,7 @@ def run_cases(
     cases: Mapping[str, list[str]],
     problems: Mapping[str, Sequence[Problem]],
     request: Mapping[str, Any],
-    folder: bench.Folder,
+    folder: bench.BenchFolder,
     console: rich.console.Console,
 ) -> int:
     """Measure the cases without problems one after the other. Return 0, or 1 if no case could be measured.

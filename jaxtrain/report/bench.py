@@ -28,7 +28,7 @@ WIDTH = 150  # columns of an output that is not a terminal
 NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
-def about(devices: hardware.Devices) -> dict[str, Any]:
+def bench_facts(devices: hardware.Devices) -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
     commit, dirty = checkout()
     return {
@@ -151,8 +151,8 @@ def markdown(table: Table) -> list[str]:
     return [f"## {table.title}", "", *tables.markdown_table([c.heading for c in table.columns], rows), ""]
 
 
-def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the Markdown page of a benchmark. facts: result of `about`. lines: the page below the facts."""
+def markdown_page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
+    """Return the Markdown page of a benchmark. facts: result of `bench_facts`. lines: the page below the facts."""
     git = facts["git"]
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     head = [
@@ -170,7 +170,7 @@ def file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name)[:120]
 
 
-class Folder:
+class BenchFolder:
     """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results.
 
     Without --out, `run` deletes the folder at the end. devices: those of this machine.
@@ -181,7 +181,7 @@ class Folder:
         self.file = Path(file).expanduser().absolute() if file else None
         self.is_kept = bool(out)
         self.devices = hardware.probe()
-        facts = about(self.devices)
+        facts = bench_facts(self.devices)
         self.results: dict[str, Any] = {"format": FORMAT, "kind": kind, "about": facts}
         self.receipt = Receipt(self.path)
         devices = {key: facts[key] for key in ("platform", "device", "count", "memory_gib")}
@@ -198,7 +198,7 @@ class Folder:
         if self.file:
             write_atomic(self.file, text)
         write_atomic(self.path / "results.json", text)
-        write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
+        write_atomic(self.path / "results.md", markdown_page(title, self.results["about"], lines))
 
     def print_cpu_note(self, console: rich.console.Console) -> None:
         """Print a note that figures of a CPU mean nothing, if this machine has no GPU."""

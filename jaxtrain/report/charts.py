@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, TypeGuard
 
-from jaxtrain.report.html import key
+from jaxtrain.report.html import chart_key
 
 COLUMNS = 480
 LANE = 46  # px: height of a lane with its name
@@ -54,7 +54,7 @@ class LineChart:
         zero: whether the y axis starts at 0.
         log: whether the y axis may be logarithmic.
         kind: CSS class: "first" for the full width of the page, else "".
-        named: whether a single curve has a legend too.
+        with_legend: whether a single curve has a legend too.
     """
 
     title: str
@@ -62,10 +62,12 @@ class LineChart:
     zero: bool = False
     log: bool = False
     kind: str = ""
-    named: bool = False
+    with_legend: bool = False
 
 
-def stacked(label: str, segments: Sequence[tuple[str, float, str]], total: float, mark: tuple[float, str] | None = None) -> str:
+def stacked_bar(
+    label: str, segments: Sequence[tuple[str, float, str]], total: float, mark: tuple[float, str] | None = None
+) -> str:
     """Return a stacked bar as SVG.
 
     Args:
@@ -152,7 +154,7 @@ def controls(axes: Sequence[str], *, log: bool) -> str:
     )
 
 
-def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
+def draw_chart(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
     """Return a chart with its title, legend and data as HTML; "" if no curve has a value. axes: names of the x axes."""
     curves = [thin(c, columns) for c in chart.curves]
     if not any(is_number(v) for c in curves if c.kind != "limit" for v in c.y):
@@ -168,7 +170,7 @@ def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUM
     return (
         f'<div class="{chart.kind}"><h3>{title}</h3>{_legend(chart)}'
         f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">'
-        f'<svg role="img" aria-label="{escape(describe(chart, axes[0]))}"></svg>'
+        f'<svg role="img" aria-label="{escape(describe_chart(chart, axes[0]))}"></svg>'
         f"{cursor_data({'axes': list(axes), 'zero': chart.zero, 'log': chart.log and lowest > 0, 'curves': data})}"
         '<div class="tip"></div></div></div>'
     )
@@ -200,7 +202,7 @@ def thin(curve: Curve, columns: int) -> Curve:
     return dataclasses.replace(curve, x=[[axis[i] for i in order] for axis in curve.x], y=[curve.y[i] for i in order])
 
 
-def describe(chart: LineChart, axis: str) -> str:
+def describe_chart(chart: LineChart, axis: str) -> str:
     """Return the description of a chart for screen readers."""
     texts = []
     for curve in chart.curves:
@@ -219,4 +221,4 @@ def _legend(chart: LineChart) -> str:
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     entries = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
-    return key(entries, notes) if len(entries) > 1 or chart.named or notes else ""
+    return chart_key(entries, notes) if len(entries) > 1 or chart.with_legend or notes else ""

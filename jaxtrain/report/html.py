@@ -46,7 +46,7 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
-def folded(title: str, body: str) -> str:
+def collapsible(title: str, body: str) -> str:
     """Return markup that is hidden until its title is clicked; "" if `body` is empty."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
@@ -67,13 +67,13 @@ def swatch(colour: str) -> str:
     return f'<span class="swatch" style="background:{colour}"></span>' if colour else '<span class="swatch outline"></span>'
 
 
-def key(entries: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
+def chart_key(entries: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
     """Return the legend of a chart. entries: (name, CSS colour) of each entry. notes: texts after the entries."""
     shown = [f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in entries]
     shown += [f"<span>{escape(note)}</span>" for note in notes]
     return f'<p class="key">{" &ensp; ".join(shown)}</p>'
 
 
-def framed(page: str) -> str:
+def frame_page(page: str) -> str:
     """Return a page in an HTML frame for a notebook, so that the page's style does not affect the notebook."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'

@@ -12,7 +12,7 @@ from jaxtrain.plan.topology import Topology
 LINKS = ("communication", "host copies")
 
 
-class Stretch(NamedTuple):
+class LaneEvent(NamedTuple):
     """One event of a lane. Times are in ms since the start of the pass."""
 
     start: float
@@ -21,7 +21,9 @@ class Stretch(NamedTuple):
     label: str
 
 
-def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates, layers: float) -> dict[str, list[Stretch]]:
+def layer_events(
+    module: Module, mesh: dict[str, int], topology: Topology, rates: Rates, layers: float
+) -> dict[str, list[LaneEvent]]:
     """Return the events of the layer of median duration, in the forward pass and in the backward pass.
 
     A layer lasts from the start of its attention kernel to the start of the next layer's attention kernel. Times start at 0 ms
@@ -36,15 +38,15 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
         name of the lane, such as "forward: computation" or "backward: links" -> its events. {} for a program without attention
         kernels, or if `layers` is 1.
     """
-    events: list[Stretch] = []
+    events: list[LaneEvent] = []
 
     def record(name: str, work: str, start: float, end: float) -> None:
         if not work.startswith(roofline.EXPOSED):
             op_name = module.instruction(name).op_name
-            events.append(Stretch(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], roofline.op_label(op_name) or name))
+            events.append(LaneEvent(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], roofline.op_label(op_name) or name))
 
     roofline.predict(module, rates, collectives.read_collectives(module, mesh, topology.gpus), record)
-    lanes: dict[str, list[Stretch]] = {}
+    lanes: dict[str, list[LaneEvent]] = {}
     for phase in ("forward", "backward"):
         window = _window([e.start for e in events if e.kind == "attention" and e.label.startswith(phase)], layers)
         if window is None:

@@ -17,7 +17,7 @@ class Show(Protocol):
 
 
 @contextlib.contextmanager
-def live(console: Console, title: str = "plans") -> Iterator[Show]:
+def live_progress(console: Console, title: str = "plans") -> Iterator[Show]:
     """Yield the function to call after every change of progress. The bar disappears when the block ends."""
     if not console.is_terminal:
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.numbers import number, percent, plural, rough
-from jaxtrain.report.run import Run
+from jaxtrain.report.run import RunFolder
 from jaxtrain.report.tables import Column, Listing, Section, Table, numbers
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LostTime:
     missing: tuple[str, ...] = ()
 
 
-def lost_time(profile: "StepTimes | None", run: Run | None) -> LostTime:
+def lost_time(profile: "StepTimes | None", run: RunFolder | None) -> LostTime:
     """Return the causes of lost time.
 
     Args:
@@ -127,7 +127,7 @@ def _slow_ms(op: "Op") -> float:
     return 0.0 if excluded else max(0.0, op.ms - (op.planned_ms or 0.0))
 
 
-def _clock(profile: "StepTimes | None", run: Run, step_s: float) -> Cause | str:
+def _clock(profile: "StepTimes | None", run: RunFolder, step_s: float) -> Cause | str:
     """Return the time of matmuls and attention that the GPUs' clocks below their maximum cost; the reason if it is unknown."""
     seen_gpus, lines = set(), []
     for line in (line for line in run.gpu if line.get("sm_clock_mhz")):
@@ -157,7 +157,7 @@ def _clock(profile: "StepTimes | None", run: Run, step_s: float) -> Cause | str:
     return Cause("GPU clocks", busy_s * max(0.0, 1 - clock / max_clock), "; ".join(evidence), setting)
 
 
-def _waits(profile: "StepTimes | None", run: Run | None) -> Iterator[Cause | str]:
+def _waits(profile: "StepTimes | None", run: RunFolder | None) -> Iterator[Cause | str]:
     """Yield waiting for data and waiting for the host, which share the idle time of a trace."""
     data_waits = [wait for wait in run.train["data_wait_s"] if wait is not None] if run else []
     wait = data = statistics.fmean(data_waits) if data_waits else 0.0
@@ -180,7 +180,7 @@ def _waits(profile: "StepTimes | None", run: Run | None) -> Iterator[Cause | str
         yield "Waiting for data: no line has data_wait_s yet; the first steps, and those of saves and traces, do not count."
 
 
-def _between_steps(steps: Sequence[int], run: Run | None) -> str:
+def _between_steps(steps: Sequence[int], run: RunFolder | None) -> str:
     """Return "a save" or "an evaluation" if the config has one between the traced steps: a trace counts it as idle."""
     for section, event in (("checkpoint", "a save"), ("eval", "an evaluation")):
         every = (run.config if run else {}).get(section, {}).get("every_steps", 0)
@@ -189,7 +189,7 @@ def _between_steps(steps: Sequence[int], run: Run | None) -> str:
     return ""
 
 
-def _run_causes(run: Run, step_s: float) -> Iterator[Cause | str]:
+def _run_causes(run: RunFolder, step_s: float) -> Iterator[Cause | str]:
     """Yield saves and evaluations from the goodput ledger, and the bubble of a pipeline by its formula."""
     spent = run.wall_time
     if spent is None or not spent.steps:
@@ -216,7 +216,7 @@ def share(row: Cause, step_s: float) -> str:
     )
 
 
-def section(lost: LostTime) -> Section:
+def lost_time_section(lost: LostTime) -> Section:
     """Return the section of a report with the causes of lost time."""
     rows = lost.rows
     seconds = [row.seconds for row in rows]

@@ -9,12 +9,12 @@ from rich.text import Text
 from jaxtrain.plan import result
 from jaxtrain.plan.cost import Cost
 from jaxtrain.report import plan_page
-from jaxtrain.report.html import framed
+from jaxtrain.report.html import frame_page
 from jaxtrain.report.plan_sections import command, headline, mesh, summary, verdict, warnings_section
-from jaxtrain.report.tables import data_frame, print_sections, printed, say
+from jaxtrain.report.tables import data_frame, print_sections, render_text, say
 
 
-class Plan(result.Plan):
+class PlanReport(result.Plan):
     """A plan as the Python API returns it: it shows itself as text or as a page, and has its tables as data frames."""
 
     def to_pandas(self, table: str = "collectives") -> Any:
@@ -40,16 +40,16 @@ class Plan(result.Plan):
 
     def __repr__(self) -> str:
         """Return the report of `python -m jaxtrain plan`."""
-        return printed(lambda console: print_plan(self, console), 120)
+        return render_text(lambda console: print_plan(self, console), 120)
 
     def _repr_html_(self) -> str:
         """Return the page of `python -m jaxtrain plan --html` in an HTML frame, for a notebook."""
-        return framed(plan_page.html(self))
+        return frame_page(plan_page.plan_html(self))
 
 
-def shown(plan: result.Plan) -> Plan:
+def plan_report(plan: result.Plan) -> PlanReport:
     """Return the plan that shows itself."""
-    return Plan(**vars(plan))
+    return PlanReport(**vars(plan))
 
 
 def print_plan(

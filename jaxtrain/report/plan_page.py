@@ -8,8 +8,8 @@ from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, 
 from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.result import Plan
 from jaxtrain.report.charts import cursor_data, lanes, ticks
-from jaxtrain.report.html import contents, document, heading, key, paragraph, tiles
-from jaxtrain.report.layer_schedule import Stretch
+from jaxtrain.report.html import chart_key, contents, document, heading, paragraph, tiles
+from jaxtrain.report.layer_schedule import LaneEvent
 from jaxtrain.report.plan_sections import (
     CLASS_COLOURS,
     OTHER_CLASS,
@@ -41,20 +41,20 @@ APART = 3.5  # least distance of the letters of two phases, in percent of the wi
 LARGEST = 4  # groups of arrays that the peak is named by
 
 
-def html(
+def plan_html(
     plan: Plan,
     *,
     steps: int | None = None,
     tokens: int = 0,
     epochs: str = "",
     cost: Cost | None = None,
-    layer: Mapping[str, Sequence[Stretch]] | None = None,
+    layer: Mapping[str, Sequence[LaneEvent]] | None = None,
 ) -> str:
     """Return the page of a plan as HTML.
 
     Args:
         steps, tokens, epochs, cost: as in `summary`.
-        layer: result of `layer_schedule.read`; None: no schedule of a layer.
+        layer: result of `layer_schedule.layer_events`; None: no schedule of a layer.
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(layer)] if layer and plan.fits else []
@@ -113,7 +113,7 @@ def _tiles(plan: Plan) -> str:
     return tiles([memory_tile, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
 
 
-def schedule_of_layer(layer: Mapping[str, Sequence[Stretch]]) -> Section:
+def schedule_of_layer(layer: Mapping[str, Sequence[LaneEvent]]) -> Section:
     """Return the section with the events of a layer's forward and backward pass."""
     ends: dict[str, float] = {}
     for name, events in layer.items():
@@ -126,7 +126,7 @@ def schedule_of_layer(layer: Mapping[str, Sequence[Stretch]]) -> Section:
         for name, events in layer.items()
     }
     shown = {e.kind for events in layer.values() for e in events}
-    legend = key([(kind, colour) for kind, colour in LANE_COLOURS.items() if kind in shown])
+    legend = chart_key([(kind, colour) for kind, colour in LANE_COLOURS.items() if kind in shown])
     return Section("Schedule of a layer", [Drawing(legend + lanes(note, rows, "ms")), note])
 
 
@@ -191,7 +191,7 @@ def schedule_section(plan: Plan) -> Section:
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
         f'{memory_chart(plan)}{points}<div class="tip"></div></div>'
-        f"{key([(name, colour) for name, colour, _ in _layers(plan)])}"
+        f"{chart_key([(name, colour) for name, colour, _ in _layers(plan)])}"
     )
     note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
     lettered = ", ".join(f"{letter} {phase or 'start'}" for phase, letter in letters.items())

@@ -16,7 +16,7 @@ from jaxtrain.plan.program.roofline import op_label
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, fp8_attention, published_ranges, rate_fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
-from jaxtrain.report.charts import stacked
+from jaxtrain.report.charts import stacked_bar
 from jaxtrain.report.plan_run import run_section
 from jaxtrain.report.tables import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
 
@@ -111,12 +111,12 @@ def headline(plan: Plan) -> str:
     time = plan.time
     load = f", expert load {expert_load(plan.experts.load)}" if plan.experts else ""
     return (
-        f"{expected(plan)}; roofline: step {rough(time.step_ms)} ms, {rough(time.tokens_per_s_per_device, 4)} tokens/s/GPU, "
+        f"{range_text(plan)}; roofline: step {rough(time.step_ms)} ms, {rough(time.tokens_per_s_per_device, 4)} tokens/s/GPU, "
         f"MFU {mfu(plan)}, bound by {time.bound_by}{load}"
     )
 
 
-def expected(plan: Plan) -> str:
+def range_text(plan: Plan) -> str:
     """Return the expected range of step time, speed and MFU, or the reason why there is none."""
     time = plan.time
     if not (steps := time.expected_step_ms) or not (speeds := time.expected_tokens_per_s_per_device):
@@ -269,7 +269,7 @@ def _stacked_bar(title: str, names: Column, sizes: Column, total: float, mark: f
     tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
     label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
     segments = list(zip(tips, sizes.values or (), names.colours, strict=True))
-    return Drawing(stacked(label, segments, total, None if mark is None else (mark, f"usable {size(mark)}")))
+    return Drawing(stacked_bar(label, segments, total, None if mark is None else (mark, f"usable {size(mark)}")))
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:

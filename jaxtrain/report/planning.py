@@ -37,7 +37,7 @@ NO_COST = "--tokens: a step that does not fit has no time, and its run no cost"
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class PlanJob:
     """A command line of a plan, and the machine to plan for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Job:
         options |= {"overrides": self.overrides, "check": self.check}
         with search_page.watch(self.console) as progress:
             search_result = search(self.run, self.name, self.topology, on_progress=progress, **options)
-        search_page.show(search_result, self.console)
+        search_page.show_search(search_result, self.console)
         return search_result
 
     def write_json(self, tree: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Job:
             write_output(self.args.json, json.dumps(tree, indent=1) + "\n")
 
 
-def plan(job: Job, cudnn: CudnnLibrary | None) -> int:
+def plan_layout(job: PlanJob, cudnn: CudnnLibrary | None) -> int:
     """Plan the layout of the config, print the plan, write the files of --json, --html and --hlo, and return the exit code."""
     run, args, topology, console = job.run, job.args, job.topology, job.console
     busy = console.status(f"compiling the train step for {topology.name} ...")
@@ -93,7 +93,7 @@ def plan(job: Job, cudnn: CudnnLibrary | None) -> int:
         write_output(args.hlo, compiled.text)
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
-    layer = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
+    layer = layer_schedule.layer_events(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
     cost_request = CostOptions(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
     counted = cost_request.tokens and planned.fits
     cost = estimate_cost(planned, run, topology, compiled.program.checkpoint_bytes, cost_request) if counted else None
@@ -109,13 +109,13 @@ def plan(job: Job, cudnn: CudnnLibrary | None) -> int:
         say(console, f"\n{NO_COST}")
     job.write_json(result.to_json(planned) | ({"run": dataclasses.asdict(cost)} if cost else {}))
     if args.html:
-        write_output(args.html, plan_page.html(planned, **length, layer=layer))
+        write_output(args.html, plan_page.plan_html(planned, **length, layer=layer))
     if written := [*filter(None, (args.json, args.html, args.hlo))]:
         console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def refused(job: Job) -> bool:
+def cannot_fit(job: PlanJob) -> bool:
     """Return whether the config cannot fit, and print its least memory if so.
 
     With --hlo or --html, which need the compiled program, return False.
@@ -138,7 +138,7 @@ def refused(job: Job) -> bool:
     return True
 
 
-def _print_search(job: Job) -> None:
+def _print_search(job: PlanJob) -> None:
     """Print the command that searches for a layout that fits, if the machine has a description."""
     if job.topology.chip not in CHIPS:
         return
@@ -147,7 +147,7 @@ def _print_search(job: Job) -> None:
     job.console.print(Text(f"{to_run_sh('python -m jaxtrain plan')} {shlex.join(words)}"), soft_wrap=True)
 
 
-def compare(args: Args, topology: Topology | None, cudnn: CudnnLibrary | None) -> int:
+def compare_plans(args: Args, topology: Topology | None, cudnn: CudnnLibrary | None) -> int:
     """Print and write what changed from plan A to plan B, and return the exit code: 1 if something changed.
 
     Raises ConfigError with the problems of both plans. topology: the machine for which configs are compiled.
@@ -176,7 +176,7 @@ def compare(args: Args, topology: Topology | None, cudnn: CudnnLibrary | None) -
     return 0 if changes.same else 1
 
 
-def search_layouts(job: Job) -> int:
+def search_layouts(job: PlanJob) -> int:
     """Search for the fastest layout that fits, print and write the result, and return the exit code.
 
     SIGTERM ends the search as Ctrl-C does.

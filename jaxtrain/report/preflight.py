@@ -92,7 +92,7 @@ def as_json(nodes: Sequence[NodeReport], seconds: float) -> dict[str, Any]:
     }
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     return textwrap.shorten(text, MAX_CHARACTERS, placeholder=" ...")
 
 
@@ -105,7 +105,7 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
     result = verdict(nodes)
     if result == FAULTY:
         faults = [
-            f"{f.name}{f' on {f.node or node.host}' if len(nodes) > 1 else ''} ({shortened(f.seen)})"
+            f"{f.name}{f' on {f.node or node.host}' if len(nodes) > 1 else ''} ({shorten(f.seen)})"
             for node, f in findings
             if f.state == FAULT
         ]
@@ -113,7 +113,7 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
         return f"FAULT: {', '.join(faults[:3])}{more}{allowed}: see above"
     if result == NOT_CONNECTED:
         seen = next(f.seen for _, f in findings if f.state == MISSING)
-        return f"not met: {shortened(seen)}; this node has no fault that would stop it"
+        return f"not met: {shorten(seen)}; this node has no fault that would stop it"
     notes = [f"{states[state]} {text}" for state, text in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]]
     count = f"{len(findings)} checks" + (f" ({', '.join(notes)})" if notes else "")
     if result == NO_GPUS:
@@ -122,7 +122,7 @@ def last_line(nodes: Sequence[NodeReport]) -> str:
     return f"fit{allowed}: {', '.join(f'{n} nodes of {gpus}' if n > 1 else gpus for gpus, n in kinds.items())}, {count}"
 
 
-def lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
+def table_lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
     """Return (nodes, finding) for each line of the table. Equal findings on several nodes share a line."""
     by_name: dict[str, dict[Finding, list[str]]] = {}
     for node in nodes:
@@ -136,7 +136,7 @@ def lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
     ]
 
 
-def show(nodes: Sequence[NodeReport]) -> None:
+def show_report(nodes: Sequence[NodeReport]) -> None:
     """Print the report, the verdict last."""
     console = make_console(WIDTH)
     several, hosts = len(nodes) > 1, [node.host for node in nodes]
@@ -144,7 +144,7 @@ def show(nodes: Sequence[NodeReport]) -> None:
     table = rich.table.Table(title=title, title_justify="left")
     for heading in ("check", *(["node"] * several), "state", "expected", "seen"):
         table.add_column(heading, overflow="fold", ratio=2 if heading in ("expected", "seen") else None)
-    rows = lines(nodes)
+    rows = table_lines(nodes)
     for node_names, f in rows:
         table.add_row(f.name, *([node_names] * several), Text(f.state, style=STYLES[f.state]), Text(f.expected), Text(f.seen))
     console.print(table)

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from jaxtrain.config.numbers import number, percent, plural, rough
 from jaxtrain.report import lost_time
-from jaxtrain.report.html import document, framed, paragraph, tiles
+from jaxtrain.report.html import document, frame_page, paragraph, tiles
 from jaxtrain.report.lost_time import LostTime
 from jaxtrain.report.profile_program import KINDS, NO_SCOPE
-from jaxtrain.report.profile_times import Op, StepTimes, measure
+from jaxtrain.report.profile_times import Op, StepTimes, measure_steps
 from jaxtrain.report.profile_trace import timeline_note
-from jaxtrain.report.run import Run
+from jaxtrain.report.run import RunFolder
 from jaxtrain.report.tables import (
     Column,
     Listing,
@@ -28,7 +28,7 @@ from jaxtrain.report.tables import (
     html_sections,
     numbers,
     print_sections,
-    printed,
+    render_text,
     shares,
 )
 
@@ -55,7 +55,7 @@ NOTES = (
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Profile(StepTimes):
+class StepProfile(StepTimes):
     """The time of a step from a trace, and its lost time. It shows itself as text or as a page, and has data frames."""
 
     lost: LostTime = LostTime(0.0)
@@ -81,33 +81,33 @@ class Profile(StepTimes):
 
     def __repr__(self) -> str:
         """Return the report of `python -m jaxtrain profile`."""
-        return printed(lambda console: print_profile(self, console), 120)
+        return render_text(lambda console: print_profile(self, console), 120)
 
     def _repr_html_(self) -> str:
         """Return the page of `python -m jaxtrain profile --html` in an HTML frame, for a notebook."""
-        return framed(make_html(self))
+        return frame_page(make_html(self))
 
 
-def profile(path: Path, run: Run | None) -> Profile:
+def load_profile(path: Path, run: RunFolder | None) -> StepProfile:
     """Return the time of a step from a trace. run: the run of the trace; None if it is unknown.
 
     Raises:
         TraceError: the trace cannot be read, or has no complete step.
     """
-    times = measure(path, run)
-    return Profile(**vars(times), lost=lost_time.lost_time(times, run))
+    times = measure_steps(path, run)
+    return StepProfile(**vars(times), lost=lost_time.lost_time(times, run))
 
 
 # ---- Its report
 
 
-def verdict(profile: Profile) -> str:
+def verdict(profile: StepProfile) -> str:
     """Return a line with the step time, and the longest causes of lost time."""
     lost = [f"{row.cause} {lost_time.share(row, profile.lost.step_s)}" for row in profile.lost.rows[:WORST]]
     return f"step {rough(profile.step_ms)} ms; lost: {', '.join(lost) or 'nothing that was measured'}"
 
 
-def facts(profile: Profile) -> list[tuple[str, str, str]]:
+def facts(profile: StepProfile) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each figure of the step."""
     low, high = map(rough, profile.step_range_ms)
     untraced, planned = ("-", "not recorded"), ("-", profile.no_plan)
@@ -125,10 +125,10 @@ def facts(profile: Profile) -> list[tuple[str, str, str]]:
     ]
 
 
-def make_sections(profile: Profile) -> list[Section]:
+def make_sections(profile: StepProfile) -> list[Section]:
     """Return the sections of a profile's report."""
     return [
-        lost_time.section(profile.lost),
+        lost_time.lost_time_section(profile.lost),
         Section("Time by kind", [_kinds(profile)]),
         Section("Time by part", _parts(profile)),
         Section("Operations", [_operations(profile)]),
@@ -142,7 +142,7 @@ def _sparse(heading: str, values: Sequence[float]) -> Column:
     return Column(heading, [number(v) if v else "" for v in values], values)
 
 
-def _kinds(profile: Profile) -> Table:
+def _kinds(profile: StepProfile) -> Table:
     planned = profile.planned.by_kind if profile.planned else {}
     overlapped = {f"exposed {link}": ms for link, ms in profile.overlapped.items()}
     names = [k for k in KINDS if profile.by_kind[k] or overlapped.get(k) or planned.get(k) or k == "idle"]
@@ -159,7 +159,7 @@ def _kinds(profile: Profile) -> Table:
     return Table("Mean of steps and devices", [*columns, bars(ms, profile.step_ms)], style="sortable")
 
 
-def _parts(profile: Profile) -> list[str | Table]:
+def _parts(profile: StepProfile) -> list[str | Table]:
     planned = profile.planned.by_part if profile.planned else {}
     spent = {name: profile.by_part.get(name, {}) for name in dict.fromkeys((*profile.by_part, *planned))}
     ms = [sum(kinds.values()) for kinds in spent.values()]
@@ -181,7 +181,7 @@ def _kind_columns(rows: Sequence[Mapping[str, float]]) -> list[Column]:
     return [_sparse(SHORT.get(kind, kind), [row.get(kind, 0.0) for row in rows]) for kind in kinds]
 
 
-def _operations(profile: Profile) -> Table:
+def _operations(profile: StepProfile) -> Table:
     ops = profile.ops
     ms = [op.ms for op in ops]
     tflops, gbs = _rates(ops, [(op.gflop or 0.0) / 1e3 for op in ops]), _rates(ops, [op.gb or 0.0 for op in ops])
@@ -210,7 +210,7 @@ def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
     return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
 
 
-def _devices(profile: Profile) -> list[str | Table]:
+def _devices(profile: StepProfile) -> list[str | Table]:
     """Return the table of devices, and a sentence on the one with the longest computation; [] for one device."""
     if len(profile.by_device) == 1:
         return []
@@ -224,14 +224,14 @@ def _devices(profile: Profile) -> list[str | Table]:
     return [Table("ms of a step", columns, ROWS, style="sortable"), straggler]
 
 
-def print_profile(profile: Profile, console: Console) -> None:
+def print_profile(profile: StepProfile, console: Console) -> None:
     """Print the report of a profile."""
     steps = f"{profile.trace}, steps {', '.join(map(str, profile.steps))}"
     shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(profile)])
     print_sections([Section(f"{profile.name}: {verdict(profile)}", [steps, shown]), *make_sections(profile)], console)
 
 
-def make_html(profile: Profile) -> str:
+def make_html(profile: StepProfile) -> str:
     """Return the report as one HTML page that needs no network."""
     title = f"{profile.name}: time of a step"
     steps = f"{profile.trace}; steps {', '.join(map(str, profile.steps))}"
@@ -249,6 +249,6 @@ def _colour(kind: str) -> str:
     return f"var({COLOURS.get(kind.removeprefix('exposed '), '--panel')})"
 
 
-def to_json(profile: Profile) -> str:
+def to_json(profile: StepProfile) -> str:
     """Return a profile as JSON."""
     return json.dumps(dataclasses.asdict(profile), indent=1) + "\n"

@@ -64,7 +64,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """The planned times of a step of the traced program, at the rates of the traced GPU."""
 
     step_ms: float
@@ -74,7 +74,7 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """A compiled program, with the operation and the cost of each instruction."""
 
     module: Module
@@ -84,7 +84,7 @@ class Program:
     unknown: tuple[str, ...]  # reasons why costs are unknown
 
 
-def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
+def read_program(text: str, mesh: Mapping[str, int], gpus: int) -> TracedProgram:
     """Return the program of a compiled module's text.
 
     Args:
@@ -96,7 +96,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
         HloError: the program cannot be read.
     """
     module = hlo.parse_hlo(text)
-    program = Program(module, {}, {}, {}, ())
+    program = TracedProgram(module, {}, {}, {}, ())
     unknown = []
     try:
         program.wires.update(collectives.read_collectives(module, dict(mesh), gpus))
@@ -128,7 +128,7 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
     return dataclasses.replace(program, unknown=tuple(unknown))
 
 
-def by_kernel(kernel: str) -> Operation:
+def kernel_operation(kernel: str) -> Operation:
     """Return the operation of a kernel from the kernel's name, for events whose operation is not in the program's HLO."""
     kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
     nccl = re.search(r"nccl\w*?_(AllGather|AllReduce|ReduceScatter|AllToAll)", kernel)
@@ -139,7 +139,7 @@ def by_kernel(kernel: str) -> Operation:
 def _kind(module: Module, i: Instruction, work: OpCost | None) -> str:
     if is_collective(module, i):
         return "communication"
-    kind = roofline.KIND_OF_WORK[work.kind] if work else by_kernel(i.attributes.get("custom_call_target", i.name)).kind
+    kind = roofline.KIND_OF_WORK[work.kind] if work else kernel_operation(i.attributes.get("custom_call_target", i.name)).kind
     inside = [j for c in i.called for j in module.computations[c].instructions] if i.opcode in FUSIONS else [i]
     return "copies" if kind == "memory-bound" and all(j.opcode in _COPIES for j in inside) else kind
 
@@ -170,7 +170,7 @@ def _nearest_first(i: Instruction, neighbours: Callable[[Instruction], Iterable[
         order += new.values()
 
 
-def plan(program: Program, rates: Rates) -> Planned:
+def plan_step(program: TracedProgram, rates: Rates) -> PlannedStep:
     """Return the planned step of a scheduled program at a GPU's rates.
 
     Raises:
@@ -180,7 +180,7 @@ def plan(program: Program, rates: Rates) -> Planned:
     by_part: dict[str, float] = defaultdict(float)
 
     def record(name: str, work: str, start: float, end: float) -> None:
-        operation = program.operations.get(name) or by_kernel(name)
+        operation = program.operations.get(name) or kernel_operation(name)
         waits = work.startswith(roofline.EXPOSED)
         kind = roofline.KIND_OF_WORK[work.removeprefix(roofline.EXPOSED)]
         if kind == "memory-bound" and operation.kind == "copies":
@@ -190,4 +190,4 @@ def plan(program: Program, rates: Rates) -> Planned:
             by_part[operation.part_and_phase] += (end - start) * 1e3
 
     timed = roofline.predict(program.module, rates, program.wires, record)
-    return Planned(timed.step_ms, dict(by_kind), dict(by_part), rates.source)
+    return PlannedStep(timed.step_ms, dict(by_kind), dict(by_part), rates.source)

@@ -26,9 +26,9 @@ from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Rates
 from jaxtrain.report import profile_program as programs
 from jaxtrain.report import profile_trace as traces
-from jaxtrain.report.profile_program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program
-from jaxtrain.report.profile_trace import Event, Trace, TraceError
-from jaxtrain.report.run import Run
+from jaxtrain.report.profile_program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, PlannedStep, TracedProgram
+from jaxtrain.report.profile_trace import Trace, TraceError, TraceEvent
+from jaxtrain.report.run import RunFolder
 
 NS_PER_MS = 1e6
 
@@ -63,13 +63,13 @@ class StepTimes:
     named: float  # fraction of the busy and exposed time in operations with a part
     ops: tuple[Op, ...]  # longest first
     untraced_ms: float | None  # median step of the same run without the profiler
-    planned: Planned | None
+    planned: PlannedStep | None
     no_plan: str  # reason why `planned` is None
     notes: tuple[str, ...]
     format: int = 3
 
 
-def program_of(trace: Trace, run: Run | None) -> tuple[Program | None, str]:
+def program_of(trace: Trace, run: RunFolder | None) -> tuple[TracedProgram | None, str]:
     """Return (program of a trace from the HLO text in the trace's folder, or None; the reason for None)."""
     text = trace.path.with_name(HLO_TEXT)
     reason = f"there is no file {HLO_TEXT} in the folder of the trace"
@@ -78,13 +78,13 @@ def program_of(trace: Trace, run: Run | None) -> tuple[Program | None, str]:
         devices = receipt.get("devices") or {"count": 1, "process_count": 1}
         gpus = devices["count"] // devices["process_count"]
         try:
-            return programs.read(text.read_text(encoding="utf-8"), receipt.get("mesh") or {}, gpus), ""
+            return programs.read_program(text.read_text(encoding="utf-8"), receipt.get("mesh") or {}, gpus), ""
         except HloError as error:
             reason = f"{text} cannot be read: {error}"
     return None, f"Time is sorted by the names of kernels alone: {reason}."
 
 
-def rates_of(run: Run | None, platform: str) -> tuple[Rates | None, str]:
+def rates_of(run: RunFolder | None, platform: str) -> tuple[Rates | None, str]:
     """Return (rates with which plans time the traced GPU, or None; the reason for None)."""
     if platform == "cpu":
         return None, "no plan for a CPU"
@@ -132,7 +132,7 @@ def windows(trace: Trace, module: Module | None) -> dict[int, list[Window]]:
     return by_device
 
 
-def _ends(events: Sequence[Event], marked: int, module: Module | None) -> list[float]:
+def _ends(events: Sequence[TraceEvent], marked: int, module: Module | None) -> list[float]:
     """Return the end of each step of one device.
 
     On a CPU, events have the id of their execution of the program. On a GPU, the last operation that runs once in a step ends
@@ -166,18 +166,18 @@ TIME, OVERLAPPED = 0, 1
 type Sums = dict[Operation, np.ndarray]
 
 
-def operation_of(event: Event, main: int, operations: Mapping[str, Operation]) -> Operation | None:
+def operation_of(event: TraceEvent, main: int, operations: Mapping[str, Operation]) -> Operation | None:
     """Return the operation of an event; None for a loop or a call. main: id of the main program. operations: in it."""
     if event.program == main and event.op in operations:
         return operations[event.op]
     if event.op.split(".")[0] in CONTROL:
         return None
-    operation = programs.by_kernel(event.kernel)
+    operation = programs.kernel_operation(event.kernel)
     return operation if event.program in (main, -1) else dataclasses.replace(operation, part="other programs")
 
 
 def divide_time(
-    events: Iterable[tuple[Event, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
+    events: Iterable[tuple[TraceEvent, Operation]], steps: Sequence[Window], work: Mapping[tuple[int, str], Sequence[float]]
 ) -> Sums:
     """Return `Sums` over one device's steps: operation -> its times, launches, FLOPs, bytes and planned seconds.
 
@@ -212,13 +212,13 @@ def divide_time(
     return dict(sums)
 
 
-def measure(path: Path, run: Run | None) -> StepTimes:
+def measure_steps(path: Path, run: RunFolder | None) -> StepTimes:
     """Return the time of a step from a trace. run: the run of the trace; None if it is unknown.
 
     Raises:
         TraceError: the trace cannot be read, or has no complete step.
     """
-    trace = traces.read(path)
+    trace = traces.read_trace(path)
     rates, no_plan = rates_of(run, trace.platform)
     program, no_program = program_of(trace, run)
     notes = [no_program] if no_program else []
@@ -228,7 +228,7 @@ def measure(path: Path, run: Run | None) -> StepTimes:
         notes.append(f"{len(program.unknown)} operations have unknown work; the first: {program.unknown[0]}")
     planned = None
     try:
-        planned = programs.plan(program, rates) if program and rates else None
+        planned = programs.plan_step(program, rates) if program and rates else None
     except HloError as error:
         rates, no_plan = None, f"no plan: {error}"
 

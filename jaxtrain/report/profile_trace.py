@@ -31,7 +31,7 @@ class TraceError(ValueError):
     """A trace cannot be read, or has no step of a training run."""
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One execution of an operation on one device. Times are in ns since the start of the trace."""
 
     start: float
@@ -48,7 +48,7 @@ class Trace:
 
     path: Path
     platform: str  # cpu | gpu
-    devices: dict[int, tuple[Event, ...]]  # device -> its events, ordered by start
+    devices: dict[int, tuple[TraceEvent, ...]]  # device -> its events, ordered by start
     steps: tuple[int, ...]  # numbers of the steps that the training loop marked
 
     @functools.cached_property
@@ -60,7 +60,7 @@ class Trace:
         return max(time, key=lambda program: time[program])
 
 
-def find(target: Path) -> list[Path]:
+def find_traces(target: Path) -> list[Path]:
     """Return the trace files of a run's folder, or of a trace's folder or file, oldest first.
 
     Raises:
@@ -77,7 +77,7 @@ def find(target: Path) -> list[Path]:
     return sorted(files, key=lambda path: (path.stat().st_mtime, str(path)))
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """Return the events and the step numbers of a trace.
 
     Raises:
@@ -102,29 +102,29 @@ def read(path: Path) -> Trace:
     return Trace(path, "gpu" if gpus else "cpu", devices, steps)
 
 
-def _gpu_events(plane: Any) -> tuple[Event, ...]:
+def _gpu_events(plane: Any) -> tuple[TraceEvent, ...]:
     events = []
     for line in plane.lines:
         if line.name.startswith(STREAM):
             for event in line.events:
                 stats = dict(event.stats)
                 op, program = str(stats.get("hlo_op", "")), int(stats.get("program_id", -1))
-                events.append(Event(event.start_ns, event.end_ns, op, event.name, program, -1))
+                events.append(TraceEvent(event.start_ns, event.end_ns, op, event.name, program, -1))
     return tuple(sorted(events))
 
 
-def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
+def _cpu_events(host: Any) -> dict[int, tuple[TraceEvent, ...]]:
     ends: dict[tuple[str, Any], list[float]] = defaultdict(list)
-    executions: list[tuple[int, Any, Event]] = []
+    executions: list[tuple[int, Any, TraceEvent]] = []
     for event in (event for line in host.lines for event in line.events):
         stats = dict(event.stats)
         if event.name.startswith(END):
             ends[event.name.removeprefix(END), stats.get("_c")].append(event.start_ns)
         elif op := str(stats.get("hlo_op", "")):
             program, run = int(stats.get("program_id", -1)), int(stats.get("run_id", -1))
-            execution = Event(event.start_ns, event.end_ns, op, op, program, run)
+            execution = TraceEvent(event.start_ns, event.end_ns, op, op, program, run)
             executions.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), execution))
-    devices: dict[int, list[Event]] = defaultdict(list)
+    devices: dict[int, list[TraceEvent]] = defaultdict(list)
     for device, number, event in executions:
         later = [end for end in ends.get((event.op, number), ()) if end >= event.start]
         devices[device].append(event._replace(end=min(later)) if later else event)

@@ -17,7 +17,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-def compare(a: RunRecord, b: RunRecord) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def compare_receipts(a: RunRecord, b: RunRecord) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return the facts that differ between two runs (`group`, `name`, `a`, `b`), and their results (`name`, `a`, `b`, `ratio`).
 
     Raises ReceiptError if a metrics.jsonl cannot be read.
@@ -49,7 +49,7 @@ def _text(value: Any) -> str:
 def show_diff(
     a: RunRecord, b: RunRecord, facts: Sequence[dict[str, str]], results: Sequence[dict[str, str]], console: Console
 ) -> None:
-    """Print the facts that differ between two runs by group, and the results of both (see `compare`)."""
+    """Print the facts that differ between two runs by group, and the results of both (see `compare_receipts`)."""
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -70,8 +70,8 @@ def show_diff(
         say(f"  {result['name']}: {values}{f' ({result["ratio"]})' if values and result['ratio'] else result['ratio']}")
 
 
-def rows(run: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, value as text) of the fields that `show` prints: those of FIRST first, without HIDDEN fields."""
+def receipt_rows(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, value as text) of the fields that `show_receipt` prints: FIRST first, without HIDDEN fields."""
     receipt = run.receipt | {"rates": run.rates, "goodput": run.goodput}
     shown = {name: receipt[name] for name in (*FIRST, *receipt) if name in receipt and name not in HIDDEN}
     for path, value in json_items(shown):
@@ -79,10 +79,10 @@ def rows(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield path, f"{value:,.0f}" if large else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def show(run: RunRecord, console: Console) -> None:
+def show_receipt(run: RunRecord, console: Console) -> None:
     """Print the receipt of a run, and a table with a row for each of its attempts."""
     fields = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for path, value in rows(run):
+    for path, value in receipt_rows(run):
         fields.add_row(escape(path), escape(value))
     names = ("attempt", "started", "ended", "resumed_from_step", "exit_code", "reason")
     attempts = Table(*(name.replace("_", " ") for name in names), "changed", box=None, padding=(0, 2, 0, 0))

@@ -64,7 +64,7 @@ def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(receipts.RunRecord):
+class RunFolder(receipts.RunRecord):
     """The files of a run's folder. The receipt is {} if there is none.
 
     Attributes:
@@ -194,7 +194,7 @@ class Run(receipts.RunRecord):
         return [list(steps), np.interp(steps, [0, *train_steps], [0, *tokens]).round().tolist(), seconds]
 
 
-def verdict(run: Run) -> tuple[str, str]:
+def verdict(run: RunFolder) -> tuple[str, str]:
     """Return (CSS class, text) for the state of a run: done, ended with an error, running, killed, or unknown."""
     progress = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps else "")
     if run.receipt.get("ended") is not None:
@@ -210,7 +210,7 @@ def verdict(run: Run) -> tuple[str, str]:
     return "no", f"killed or hanging at {progress}: the receipt has no end, last write {duration(run.silent_s)} ago"
 
 
-def read[R: Run](folder: str | Path, name: str = "", kind: type[R] = Run) -> R:
+def read_run[R: RunFolder](folder: str | Path, name: str = "", kind: type[R] = RunFolder) -> R:
     """Return the run in a folder, as an object of class `kind`.
 
     Raises:
@@ -250,12 +250,12 @@ def read[R: Run](folder: str | Path, name: str = "", kind: type[R] = Run) -> R:
     return run
 
 
-def read_all(folders: Sequence[str | Path]) -> list[Run]:
-    """Return several runs with distinct names. Raises the errors of `read`, and RunError if a folder is given twice."""
+def read_runs(folders: Sequence[str | Path]) -> list[RunFolder]:
+    """Return several runs with distinct names. Raises the errors of `read_run`, and RunError if a folder is given twice."""
     paths = [Path(f).expanduser().resolve() for f in folders]
     twice = [str(f) for i, f in enumerate(folders) if paths[i] in paths[:i]]
     if twice:
         raise RunError(f"RUN = {twice[0]}: named twice. Fix: name each run once.")
     short = [path.name for path in paths]
     names = [s if short.count(s) == 1 else f"{path.parent.name}/{s}" for path, s in zip(paths, short, strict=True)]
-    return [read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]

@@ -24,12 +24,12 @@ from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.goodput import Goodput
 from jaxtrain.metrics.table import GPU, METRICS, Chart, Metric
 from jaxtrain.report import profile_trace
-from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, controls, draw, is_number, lanes
-from jaxtrain.report.html import document, folded, framed, paragraph, swatch, tiles
-from jaxtrain.report.lost_time import lost_time, section
-from jaxtrain.report.profile import Profile, profile
-from jaxtrain.report.receipt import rows
-from jaxtrain.report.run import EXIT_CODES, PAGE, Run, RunError, verdict
+from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, controls, draw_chart, is_number, lanes
+from jaxtrain.report.html import collapsible, document, frame_page, paragraph, swatch, tiles
+from jaxtrain.report.lost_time import lost_time, lost_time_section
+from jaxtrain.report.profile import StepProfile, load_profile
+from jaxtrain.report.receipt import receipt_rows
+from jaxtrain.report.run import EXIT_CODES, PAGE, RunError, RunFolder, verdict
 from jaxtrain.report.tables import Column, Drawing, Listing, Section, Table, html_sections, html_table
 
 MANY = 8  # most runs on a page
@@ -58,7 +58,7 @@ ELSEWHERE = ("goodput", "held_out", "overrides")  # fields of the receipt that h
 FIRST = ("command", "config", "code.commit", "code.dirty", "host", "devices", "mesh", "attention", "data.source")
 
 
-def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
+def run_html(runs: Sequence[RunFolder], target: Path = Path("report.html")) -> str:
     """Return the page as HTML. Raises RunError for more than MANY runs.
 
     Args:
@@ -79,12 +79,12 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
     sections = [wall_time(runs), Section("GPUs", [charts.gpus(), *(_gpus(single) if single else ())])]
     if any(run.train.steps for run in runs):
         body.append(controls(charts.axes, log=charts.log))
-        training = charts.show(*charts.losses(), *charts.of_metrics("training"))
+        training = charts.show(*charts.losses(), *charts.metric_charts("training"))
         sections = [
             Section("Training", [training]),
             *([_evaluations(single), _lost_time(single)] if single else []),
-            Section("Throughput", [charts.show(*charts.of_metrics("throughput"))]),
-            Section("Memory", [charts.show(*charts.of_metrics("memory", kind="first"))]),
+            Section("Throughput", [charts.show(*charts.metric_charts("throughput"))]),
+            Section("Memory", [charts.show(*charts.metric_charts("memory", kind="first"))]),
             *sections,
         ]
     sections.append(Section("Samples", [Drawing(_sample(run, s, bool(single))) for run in runs for s in run.samples]))
@@ -92,7 +92,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
     return document(title, described, [*body, *html_sections(sections), "</main>"])
 
 
-def _head(runs: Sequence[Run], target: Path) -> tuple[str, str, str]:
+def _head(runs: Sequence[RunFolder], target: Path) -> tuple[str, str, str]:
     """Return (title, description, header) of the page: the state of each run."""
     if len(runs) == 1:
         run, devices = runs[0], runs[0].receipt.get("devices")
@@ -112,7 +112,7 @@ def _head(runs: Sequence[Run], target: Path) -> tuple[str, str, str]:
     return title, title, head + paragraph(hint, "quiet")
 
 
-class OpenRun(Run):
+class OpenRun(RunFolder):
     """A run as the Python API returns it: it shows itself as its page, and has the profile of its newest trace."""
 
     def __repr__(self) -> str:
@@ -120,16 +120,16 @@ class OpenRun(Run):
 
     def _repr_html_(self) -> str:
         """Return the page of `python -m jaxtrain report` in an HTML frame, for a notebook."""
-        return framed(html([self]))
+        return frame_page(run_html([self]))
 
-    def profile(self) -> Profile:
+    def profile(self) -> StepProfile:
         """Return the profile of the run's newest trace. Raises TraceError if there is no trace."""
         return newest_profile(self)
 
     def write_report(self, file: str | Path = "") -> Path:
         """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""
         target = Path(file).expanduser() if file else self.folder / PAGE
-        write_atomic(target, html([self], target))
+        write_atomic(target, run_html([self], target))
         return target
 
 
@@ -147,7 +147,7 @@ class Series(NamedTuple):
 class Charts:
     """The line charts of one page: runs, their colours, and the x axes that all charts share."""
 
-    def __init__(self, runs: Sequence[Run]):
+    def __init__(self, runs: Sequence[RunFolder]):
         self.runs = runs
         unit, self._seconds = unit_of(max(run.positions([run.last_step])[2][0] for run in runs))
         self.axes = ("step", "tokens", f"time, {unit}")
@@ -158,10 +158,10 @@ class Charts:
     def show(self, *charts: LineChart) -> Drawing:
         """Return HTML with charts next to each other. Charts without values are left out."""
         points, several = max(LEAST_COLUMNS, COLUMNS // len(self.runs)), len(self.runs) > 1
-        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, points) for chart in charts)
+        drawn = "".join(draw_chart(dataclasses.replace(chart, with_legend=several), self.axes, points) for chart in charts)
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
-    def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
+    def curve(self, run: RunFolder, name: str, series: Series, **style: str) -> Curve:
         """Return the curve of a series over all x axes. style: `colour` and `kind` of the curve."""
         step, tokens, seconds = run.positions(series.steps, series.times)
         return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
@@ -179,7 +179,7 @@ class Charts:
             if series
         ]
 
-    def of_metrics(self, section: str, kind: str = "") -> list[LineChart]:
+    def metric_charts(self, section: str, kind: str = "") -> list[LineChart]:
         """Return the charts of a section of METRICS. With several runs, a chart has its first metric alone."""
         charts: dict[Chart, dict[str, Metric]] = {}
         for name, metric in METRICS.items():
@@ -201,7 +201,7 @@ class Charts:
             for run in self.runs
         ]
         curves = self.curves(series_by_run)
-        limits = planned(self.runs[0]) if len(self.runs) == 1 and curves else {}
+        limits = planned_limits(self.runs[0]) if len(self.runs) == 1 and curves else {}
         for label, value in (pair for name in metrics for pair in limits.get(name, ())):
             ends = [[axis[0], axis[-1]] for axis in curves[0].x]
             curves.append(Curve(f"{label} {float(f'{value:.4g}'):,.10g}", ends, [value, value], "var(--ink)", "limit"))
@@ -213,7 +213,7 @@ class Charts:
         loss, held_out = [], []
         for i, run in enumerate(self.runs):
             name, raw = "train" if single else run.name, run.train["loss"]
-            for kind, label, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smoothed(raw))):
+            for kind, label, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smooth(raw))):
                 loss.append(self.curve(run, label, Series(run.train.steps, values), colour=colour(i), kind=kind))
         for n, name in enumerate(dict.fromkeys(name for run in self.runs for name in run.evals)):
             title = f"held-out {name}".rstrip()
@@ -246,7 +246,7 @@ def colour(i: int) -> str:
     return f"var(--c{i % MANY + 1})"
 
 
-def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
+def planned_limits(run: RunFolder) -> dict[str, list[tuple[str, float]]]:
     """Return name of a metric -> (label, value) of each planned value of a run."""
     plan = run.receipt.get("planned") or {}
     limits: dict[str, list[tuple[str, float]]] = {"step_time_s": []}
@@ -262,7 +262,7 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
     return limits
 
 
-def smoothed(values: Sequence[float | None]) -> list[float | None]:
+def smooth(values: Sequence[float | None]) -> list[float | None]:
     """Return the centered moving average. None, NaN and infinities do not count in the means, and are None in the result."""
     reach = min(MOST, len(values) // SMOOTH)
     finite = [v if is_number(v) else None for v in values]
@@ -276,7 +276,7 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     return out
 
 
-def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, float]]:
+def moments(run: RunFolder, quantity: str) -> list[tuple[int, float, float, float, float]]:
     """Return (step, Unix seconds, lowest, mean, highest) of a quantity over all GPUs, in order of steps.
 
     Each process writes at times of its own clock, so the lines of two nodes have different steps. Lines are therefore grouped
@@ -299,7 +299,7 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 # ---- Wall time
 
 
-def wall_time(runs: Sequence[Run]) -> Section:
+def wall_time(runs: Sequence[RunFolder]) -> Section:
     """Return the section of the wall time by cause: a lane in order of time for each run, and one table of all runs.
 
     Shares are of the same time as goodput, without "stopped".
@@ -355,7 +355,7 @@ def loss_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _tiles(run: Run) -> list[tuple[str, str, str]]:
+def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each figure that the run has."""
     rates = run.rates
     cells = [("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "")]
@@ -381,24 +381,24 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     return cells
 
 
-def newest_profile(run: Run) -> Profile:
+def newest_profile(run: RunFolder) -> StepProfile:
     """Return the profile of the run's newest trace. Raises TraceError if there is no trace."""
-    return profile(profile_trace.find(run.folder)[-1], run)
+    return load_profile(profile_trace.find_traces(run.folder)[-1], run)
 
 
-def _lost_time(run: Run) -> Section:
+def _lost_time(run: RunFolder) -> Section:
     """Return the section with the causes of lost time, from the newest trace if there is one."""
     unread = []
     if any(run.folder.rglob("*.xplane.pb")):
         try:
-            return section(newest_profile(run).lost)
+            return lost_time_section(newest_profile(run).lost)
         except ValueError as error:  # TraceError and HloError are subclasses
             unread = [f"The newest trace is left out: {error}"]
     lost = lost_time(None, run)
-    return section(dataclasses.replace(lost, missing=(*unread, *lost.missing)))
+    return lost_time_section(dataclasses.replace(lost, missing=(*unread, *lost.missing)))
 
 
-def _evaluations(run: Run) -> Section:
+def _evaluations(run: RunFolder) -> Section:
     """Return the section with the newest evaluation and the lowest loss of each held-out set."""
     sets = list(run.evals.values())
     custom_loss = any(c["cross_entropy"][-1] is not None for c in sets)  # the loss is a user's own
@@ -421,26 +421,26 @@ def _link(path: Path, words: str, target: Path) -> str:
     return f'<a href="./{url}">{escape(words)}</a>'
 
 
-def _links(run: Run, target: Path) -> str:
+def _links(run: RunFolder, target: Path) -> str:
     """Return links to other pages in the run's folder, such as plan.html."""
     paths = sorted((*run.folder.glob("*.html"), *run.folder.glob("profile/*.html")))
     links = [_link(path, str(path.relative_to(run.folder)), target) for path in paths if path.resolve() != target.resolve()]
     return f'<p class="links">Pages: {", ".join(links)}</p>' if links else ""
 
 
-def _warnings(run: Run, title: str) -> Section:
+def _warnings(run: RunFolder, title: str) -> Section:
     earlier = len(run.alerts) - WARNINGS
     more = [f"{plural(earlier, 'earlier warning')} in log.txt"] if earlier > 0 else []
     return Section(title, [Listing([*more, *run.alerts[-WARNINGS:]], "warning")])
 
 
-def _sample(run: Run, s: Any, single: bool) -> str:
+def _sample(run: RunFolder, s: Any, single: bool) -> str:
     name = f"{'' if single else f'{run.name}, '}step {s.step:,}{f', prompt {s.prompt}' if s.prompt else ''}"
     text = s.text if len(s.text) <= SAMPLE else f"{s.text[:SAMPLE]} ... ({len(s.text):,} characters in samples.txt)"
     return f"{paragraph(name, 'quiet')}<pre>{escape(text)}</pre>"
 
 
-def _gpus(run: Run) -> list[Table]:
+def _gpus(run: RunFolder) -> list[Table]:
     """Return a table with the newest values of each GPU, and the GPU's throttling over the run; [] without values."""
     every: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in sorted(run.gpu, key=lambda line: (line["process"], line["gpu"])):
@@ -467,17 +467,17 @@ def _gpus(run: Run) -> list[Table]:
     return [Table(title, columns, style="sortable")]
 
 
-def _receipt(run: Run) -> list[str | Table | Drawing]:
+def _receipt(run: RunFolder) -> list[str | Table | Drawing]:
     """Return the parts of the receipt: overrides of the config, main facts, attempts if several; other fields, folded."""
     if not run.receipt:
         return []
-    every = [(name, value) for name, value in rows(run) if not name.startswith(ELSEWHERE)]
+    every = [(name, value) for name, value in receipt_rows(run) if not name.startswith(ELSEWHERE)]
     first = {name: value for name, value in every if name.startswith(FIRST)}
     remaining = {name: value for name, value in every if name not in first}
     overrides = run.receipt.get("overrides") or {}
     folded_parts = [
-        folded("All other fields of the receipt", html_table(_pairs("Fields of receipt.json", remaining))),
-        folded("The resolved config", html_table(_pairs("Keys of config.json", dict(flatten(run.config))))),
+        collapsible("All other fields of the receipt", html_table(_pairs("Fields of receipt.json", remaining))),
+        collapsible("The resolved config", html_table(_pairs("Keys of config.json", dict(flatten(run.config))))),
     ]
     return [
         _pairs("Overrides of the config", overrides) if overrides else "No key of the config was overridden.",
@@ -492,7 +492,7 @@ def _pairs(caption: str, rows: Mapping[str, Any]) -> Table:
     return Table(caption, columns, style="pairs")
 
 
-def _attempts(run: Run) -> list[Table]:
+def _attempts(run: RunFolder) -> list[Table]:
     ends = []
     for a in run.attempts:
         code, alive = a.get("exit_code"), run.alive and a is run.attempts[-1]

@@ -15,9 +15,9 @@ from jaxtrain.config.numbers import percent, plural, rough, size
 from jaxtrain.plan.search import Candidate, SearchResult
 from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.report import plan
-from jaxtrain.report.live import live
+from jaxtrain.report.live import live_progress
 from jaxtrain.report.plan_sections import describe_remat, span
-from jaxtrain.report.tables import Column, Listing, Section, Table, labels, numbers, print_sections, printed, say
+from jaxtrain.report.tables import Column, Listing, Section, Table, labels, numbers, print_sections, render_text, say
 
 ENDINGS = {
     "complete": "complete",
@@ -38,7 +38,7 @@ FORMAT = 5  # version of the JSON of a search
 def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
     """Yield the `on_progress` callback of `search`. It shows a bar on a terminal, and prints a line per plan elsewhere."""
     printed, stored = 0, None
-    with live(console) as show:
+    with live_progress(console) as show:
 
         def update(result: SearchResult) -> None:
             nonlocal printed, stored
@@ -46,8 +46,8 @@ def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
             stored = result.stored
             new = list(enumerate(result.tried, 1))[printed:]
             printed += len(new)
-            lines += [f"{n}: {describe(c, result.topology)}: {_outcome_text(c)}" for n, c in new]
-            show(len(result.tried), result.most, "; ".join(describe(c, result.topology) for c in result.running), lines)
+            lines += [f"{n}: {describe_layout(c, result.topology)}: {_outcome_text(c)}" for n, c in new]
+            show(len(result.tried), result.most, "; ".join(describe_layout(c, result.topology) for c in result.running), lines)
 
         yield update
 
@@ -66,7 +66,7 @@ def mesh(candidate: Candidate, topology: Topology) -> str:
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one GPU"
 
 
-def describe(candidate: Candidate, topology: Topology) -> str:
+def describe_layout(candidate: Candidate, topology: Topology) -> str:
     """Return mesh, microbatches, ZeRO and remat of a layout in one line."""
     t = candidate.run.train
     sequences = plural(t.global_batch // t.grad_accum, "sequence")
@@ -86,10 +86,10 @@ def _outcome_text(candidate: Candidate) -> str:
     return f"{rough(candidate.plan.time.step_ms)} ms, {size(candidate.plan.memory.taken_gib)}{fits}"
 
 
-def show(result: SearchResult, console: Console) -> None:
+def show_search(result: SearchResult, console: Console) -> None:
     """Print the compiled layouts, best first, the failures, and the overrides of the best layout."""
     planned = [c for c in result.tried if c.plan]
-    failed = [f"{describe(c, result.topology)}: {_outcome_text(c)}" for c in result.tried if not c.plan]
+    failed = [f"{describe_layout(c, result.topology)}: {_outcome_text(c)}" for c in result.tried if not c.plan]
     refused = [f"the config's own layout is refused: {problem}" for problem in result.own_problems]
     title = f"{len(planned)} compiled" + (f", {len(failed)} failed" if failed else "")
     sections = [Listing([*refused, *failed], "warning")]
@@ -154,14 +154,14 @@ class Search(SearchResult):
 
     def __repr__(self) -> str:
         """Return the report of `python -m jaxtrain plan --search`."""
-        return printed(lambda console: show(self, console), 120)
+        return render_text(lambda console: show_search(self, console), 120)
 
 
-def shown(result: SearchResult) -> Search:
+def search_report(result: SearchResult) -> Search:
     """Return the search, and each plan of it, that show themselves."""
     for c in result.tried:
         if c.outcome and c.outcome.plan:
-            c.outcome = dataclasses.replace(c.outcome, plan=plan.shown(c.outcome.plan))
+            c.outcome = dataclasses.replace(c.outcome, plan=plan.plan_report(c.outcome.plan))
     return Search(**vars(result))
 
 

@@ -129,7 +129,7 @@ class Shardings:
         return f'<div style="font-family: monospace; text-align: left"><b>{escape(self.title)}</b>{kinds}</div>'
 
 
-def of_run(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
+def run_shardings(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     """Return the table of a run's train step.
 
     Args:
@@ -147,7 +147,7 @@ def of_run(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     return _table(step_rows(program), f"{run.model.family}, {layers}, on {machine}")
 
 
-def of_tree(tree: Any) -> Shardings:
+def tree_shardings(tree: Any) -> Shardings:
     """Return the table of a pytree of arrays, such as a model's parameters.
 
     Args:

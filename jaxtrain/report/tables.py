@@ -35,7 +35,7 @@ class Column:
         cells: the text of each row.
         values: the number of each cell, by which the page sorts; None for text. Numbers are right-aligned.
         total: the text below the cells.
-        rest: function of n that returns the text for the sum of all rows from the n-th on.
+        sum_from: function of n that returns the text for the sum of all rows from the n-th on.
         kind: "source" for file:line, "scope" for a path of named scopes, "bar" for bars, or a CSS class: "number", "whole"
             (no line break), "path" (line breaks anywhere).
         colours: a CSS colour for each row, shown as a swatch on the page.
@@ -46,7 +46,7 @@ class Column:
     cells: Sequence[str]
     values: Sequence[float] | None = None
     total: str = ""
-    rest: Callable[[int], str] | None = None
+    sum_from: Callable[[int], str] | None = None
     kind: str = ""
     colours: Sequence[str] = ()
     page_only: bool = False
@@ -71,7 +71,7 @@ class Table:
 
     def __repr__(self) -> str:
         """Return the table as text, as `print_table` prints it on a terminal of 160 columns."""
-        return printed(lambda console: print_table(self, console), 160)
+        return render_text(lambda console: print_table(self, console), 160)
 
     def _repr_html_(self) -> str:
         return f"<style scoped>{NOTEBOOK_STYLE}</style>{html_table(self)}"
@@ -94,10 +94,10 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading and its parts, in order. A str is a paragraph. A section without parts is left out."""
+    """A heading and its blocks, in order. A str is a paragraph. A section without blocks is left out."""
 
     title: str
-    parts: Sequence[str | Table | Listing | Drawing]
+    blocks: Sequence[str | Table | Listing | Drawing]
 
 
 def numbers(
@@ -166,7 +166,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 # ---- terminal
 
 
-def printed(show: Callable[[Console], None], width: int) -> str:
+def render_text(show: Callable[[Console], None], width: int) -> str:
     """Return the text that `show` prints on a terminal of `width` columns."""
     console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as captured:
@@ -182,7 +182,7 @@ def say(console: Console, line: str, style: str = "") -> None:
 def print_sections(sections: Sequence[Section], console: Console) -> None:
     """Print sections on a terminal."""
     for section in sections:
-        shown = [p for p in section.parts if not isinstance(p, Drawing) and not (isinstance(p, Listing) and not p.lines)]
+        shown = [p for p in section.blocks if not isinstance(p, Drawing) and not (isinstance(p, Listing) and not p.lines)]
         if shown:
             say(console, f"\n{section.title}", "bold")
         for block in shown:
@@ -235,7 +235,7 @@ def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], s
     """Return (texts, style) of the rows below the first `shown` rows: the sums of the remaining rows, and the totals."""
     more, out = len(columns[0].cells) - shown, []
     if more:
-        out.append(([f"{more} more", *(c.rest(shown) if c.rest else "" for c in columns[1:])], ""))
+        out.append(([f"{more} more", *(c.sum_from(shown) if c.sum_from else "" for c in columns[1:])], ""))
     if columns[0].total:
         out.append(([c.total for c in columns], "bold"))
     return out
@@ -260,7 +260,7 @@ def _terminal_cell(col: Column, i: int, console: Console) -> str:
     return shorten_source(col.cells[i]) if col.kind == "source" else col.cells[i]
 
 
-def place(source: str) -> str:
+def relative_source(source: str) -> str:
     """Return a source (file:line) without the path to site-packages; for a file of jaxtrain, without the path to jaxtrain."""
     for package, prefix in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
         before, separator, inside = source.rpartition(package)
@@ -270,7 +270,7 @@ def place(source: str) -> str:
 
 def shorten_source(source: str) -> str:
     """Return file:line without `jaxtrain/`, cut at its beginning if it is longer than SOURCE."""
-    shown = place(source).removeprefix("jaxtrain/")
+    shown = relative_source(source).removeprefix("jaxtrain/")
     return shown if len(shown) <= SOURCE else "..." + shown[3 - SOURCE :]
 
 
@@ -281,7 +281,7 @@ def html_sections(sections: Sequence[Section]) -> list[str]:
     """Return sections as HTML."""
     out = []
     for section in sections:
-        if blocks := [markup for block in section.parts if (markup := _html_block(block))]:
+        if blocks := [markup for block in section.blocks if (markup := _html_block(block))]:
             out += [html.heading(section.title), *blocks]
     return out
 
@@ -341,7 +341,7 @@ def _html_cell(col: Column, i: int) -> str:
             shown += "<br>"
         return f'{shown}<span class="quiet">{escape(name)}</span>'
     colour = html.swatch(col.colours[i]) if col.colours else ""
-    return colour + escape(place(text) if col.kind == "source" else text)
+    return colour + escape(relative_source(text) if col.kind == "source" else text)
 
 
 # ---- Markdown

@@ -14,7 +14,7 @@ from pages import Read
 
 from jaxtrain.metrics import goodput
 from jaxtrain.report import run_page
-from jaxtrain.report.run import read
+from jaxtrain.report.run import read_run
 
 # While the file "eval" or "save" exists, held-out data does not come, or nothing of a checkpoint reaches the disk. While the
 # file "data" exists, the batches from its number on do not come.
@@ -150,7 +150,7 @@ def test_the_parts_are_the_wall_time(recording: Recording):
     assert found.seconds["down"] + found.seconds["stopped"] >= recording.downs_s - 0.5
     told = runs.receipt(recording.hunted)["goodput"]
     assert told["attempts"] == found.attempts and math.isclose(sum(told["parts_s"].values()), told["wall_s"], abs_tol=0.02)
-    words = " ".join(Read(run_page.html([read(recording.hunted)])).words)
+    words = " ".join(Read(run_page.run_html([read_run(recording.hunted)])).words)
     assert all(f"{seconds:,.1f}" in words for seconds in found.seconds.values() if seconds)
 
 

@@ -16,10 +16,10 @@ from pages import curves_of
 from sample_plan import sample
 
 from jaxtrain.report import plan_page, profile, run_page
-from jaxtrain.report.charts import Curve, LineChart, draw
+from jaxtrain.report.charts import Curve, LineChart, draw_chart
 from jaxtrain.report.html import document
-from jaxtrain.report.layer_schedule import Stretch
-from jaxtrain.report.run import read_all
+from jaxtrain.report.layer_schedule import LaneEvent
+from jaxtrain.report.run import read_runs
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here: the pages are checked as text only")
@@ -102,7 +102,7 @@ def test_the_page_of_runs(tmp_path: Path, several: bool, width: int):
     The runs have GPU metrics, losses that are NaN or infinite, a spike, and thousands of lines.
     """
     folders = [everything(tmp_path / "a", 0), everything(tmp_path / "b", 1)]
-    shown = run_page.html(read_all(folders if several else folders[:1]))
+    shown = run_page.run_html(read_runs(folders if several else folders[:1]))
     found = laid_out(shown, tmp_path, width, CONTROLS)
     if several:
         return
@@ -149,7 +149,7 @@ def test_all_charts_share_zoom_cursor_and_hidden_runs(tmp_path: Path):
     """A drag zooms all charts, a double click or the button shows all again. A legend hides a run, and the y axis follows."""
     low = fake(tmp_path / "low", [line(s, loss=1 + s / 1000, grad_norm=1.0 + s) for s in range(1, 402)])
     high = fake(tmp_path / "high", [line(s, loss=50 + s / 10, grad_norm=2.0 + s) for s in range(1, 402)])
-    found = laid_out(run_page.html(read_all([low, high])), tmp_path, 1280, SHARED)
+    found = laid_out(run_page.run_html(read_runs([low, high])), tmp_path, 1280, SHARED)
     before, zoomed, hidden = found["before"], found["zoomed"], found["hidden"]
     assert len(before["labels"]) > 5 and len(set(before["x"])) == 1
     assert found["select"] == "none" and found["touched"] == before and not before["reset"]
@@ -171,7 +171,7 @@ def test_all_charts_share_zoom_cursor_and_hidden_runs(tmp_path: Path):
 def test_a_curve_stands_where_its_values_are(tmp_path: Path):
     limit = Curve("planned 4", [[10, 30]], [4.0, 4.0], kind="limit")
     curve = Curve("c", [[10, 20, 25, 30]], [1.0, None, math.nan, 3.0])
-    page = document("a chart", "", ["<main>", draw(LineChart("a", [curve, limit], zero=True)), "</main>"])
+    page = document("a chart", "", ["<main>", draw_chart(LineChart("a", [curve, limit], zero=True)), "</main>"])
     more = """found.paths = [...document.querySelectorAll("path")].map((p) => p.getAttribute("d"));
 const places = (kind, ...names) => [...document.querySelectorAll(kind)]
   .map((e) => names.map((n) => parseFloat(e.getAttribute(n))));
@@ -189,7 +189,7 @@ found.dots = places("circle", "cx", "cy"); found.lost = places("line.lost", "x1"
 def test_a_page_of_one_line_cannot_be_zoomed(tmp_path: Path):
     run = fake(tmp_path / "run", [line(1, loss=2.0, grad_norm=1.0)])
     found = laid_out(
-        run_page.html(read_all([run])),
+        run_page.run_html(read_runs([run])),
         tmp_path,
         1280,
         SHARED.partition("found.select")[0]
@@ -213,8 +213,8 @@ found.position = innerWidth > 860 ? getComputedStyle(document.querySelector(".co
 
 
 LAYER = {
-    "forward: computation": [Stretch(0, 2, "attention", "forward attention"), Stretch(2, 2.01, "matmul", "forward mlp")],
-    "backward: links": [Stretch(1, 5, "communication", "backward gather")],
+    "forward: computation": [LaneEvent(0, 2, "attention", "forward attention"), LaneEvent(2, 2.01, "matmul", "forward mlp")],
+    "backward: links": [LaneEvent(1, 5, "communication", "backward gather")],
 }
 
 
@@ -222,7 +222,7 @@ LAYER = {
 def test_the_page_of_a_plan(tmp_path: Path, width: int):
     """Every band has a letter, also the loss's, which is 1% of the schedule. Each event of the layer is drawn."""
     more = """found.events = [...document.querySelectorAll(".lanes rect")].map((r) => r.getBoundingClientRect().width);"""
-    found = laid_out(plan_page.html(sample(), steps=50_000, layer=LAYER), tmp_path, width, SORTED + more)
+    found = laid_out(plan_page.plan_html(sample(), steps=50_000, layer=LAYER), tmp_path, width, SORTED + more)
     assert {"peak 40.8 GiB", "usable 134.4 GiB", "GiB", "0 ms", "forward: computation", "backward: links"} <= set(
         found["words"]
     )
@@ -254,7 +254,7 @@ found.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);""
 
 def test_a_page_with_a_mistake_would_be_seen(tmp_path: Path):
     """The console reports a script's error and a blocked image, so an empty console proves that a page has neither."""
-    shown = plan_page.html(sample())
+    shown = plan_page.plan_html(sample())
     _, console = opened(shown.replace("const data =", "const data = missing +"), tmp_path, 1280)
     assert any("missing is not defined" in line for line in console)
     _, console = opened(shown.replace("</main>", '<img src="https://example.com/x.png"></main>'), tmp_path, 1280)

@@ -121,7 +121,9 @@ def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict
 
 
 def test_everything_is_measured_in_another_process(tmp_path):
-    found = node_rates.measure({"data": tmp_path, "scratch": tmp_path / "not" / "there"}, 300, on_cpu=True, disk_bytes=4 * MIB)
+    found = node_rates.measure_node(
+        {"data": tmp_path, "scratch": tmp_path / "not" / "there"}, 300, on_cpu=True, disk_bytes=4 * MIB
+    )
     for name in rates.GPU_RATES:
         assert len(found[name]) == 8 and all(value > 0 for value in found[name]), found
     here, between = rates.BUS_RATES
@@ -167,7 +169,7 @@ def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
     monkeypatch.setattr(node_rates, "HANG_S", 0.0)
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(1000)")
-    found = node_rates.measure({}, 15.0, on_cpu=True)
+    found = node_rates.measure_node({}, 15.0, on_cpu=True)
     assert found["gemm_tflops"] == [7.0] and found["hbm_gb_s"] == [] and set(found["failed"]) == {"all_reduce_bus_gb_s"}
     assert {"hbm_gb_s", "all_reduce_bus_gb_s"} < set(found["left_out"]) and "gemm_tflops" not in found["left_out"]
     with pytest.raises(ProcessLookupError):
@@ -176,7 +178,7 @@ def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
 
 def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
     instead(monkeypatch, tmp_path, "print('NCCL WARN unhandled cuda error', flush=True); os.kill(os.getpid(), 11)")
-    found = node_rates.measure({}, 300.0, on_cpu=True)
+    found = node_rates.measure_node({}, 300.0, on_cpu=True)
     words = found["failed"]["process"]
     assert "-11" in words and "NCCL WARN unhandled cuda error" in words
     assert found["gemm_tflops"] == [7.0] and found["left_out"]["hbm_gb_s"] == words

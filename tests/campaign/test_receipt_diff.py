@@ -14,7 +14,7 @@ import runs
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.metrics.receipt import open_run
-from jaxtrain.report.receipt import compare
+from jaxtrain.report.receipt import compare_receipts
 
 # One process for several runs: starting Python and jax takes most of a small run's time.
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"
@@ -103,7 +103,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     ],
 )
 def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, expected: list[tuple[str, str]]) -> None:
-    found, _ = compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
+    found, _ = compare_receipts(open_run(bench.folder / "base"), open_run(bench.folder / name))
     assert [(one["group"], one["name"]) for one in found] == expected
 
 

@@ -26,7 +26,7 @@ def test_a_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
     assert code == 75 and runs.receipt(workdir)["reason"].startswith("SIGTERM")
     windows = [(int(a), int(b)) for a, b in re.findall(r"Tracing steps (\d+) to (\d+)\.", said)]
     assert len(windows) == 2 and windows[0] == (3, 4) and windows[1][1] == windows[1][0] + 1
-    assert [path.parent.name.rpartition("_")[2] for path in profile_trace.find(workdir)] == [str(a) for a, _ in windows]
+    assert [path.parent.name.rpartition("_")[2] for path in profile_trace.find_traces(workdir)] == [str(a) for a, _ in windows]
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(workdir)}
     for first, last in windows:
         # A line counts finished steps: after step 3 it has 4.

@@ -129,7 +129,7 @@ def test_products_with_one_array_stay_apart():
     work = next(kernel_workloads.gemm(jax.devices()[0], measure.TINY))
     assert work.flop == 2 * 32**3 and work.bytes == 3 * 2 * 32**2
     body, constants, state = work.prepare()
-    text = measure.looped(body, 2).lower(constants, state).compile().as_text()
+    text = measure.make_loop(body, 2).lower(constants, state).compile().as_text()
     assert work.calls == 9 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 9 and "[96,32]" not in text
 
 
@@ -140,7 +140,7 @@ def test_kernels_end_at_their_limit():
 
 def test_floors_are_those_of_the_data_sheet():
     def row(flop, moved, dtype="bf16"):
-        work = measure.Work("k", "w", flop, moved, lambda: (lambda c, x: x + c, jnp.ones(()), jnp.ones(())), dtype=dtype)
+        work = measure.TimedWork("k", "w", flop, moved, lambda: (lambda c, x: x + c, jnp.ones(()), jnp.ones(())), dtype=dtype)
         (reading,) = measure.try_work(work, measure.TINY)
         return kernels.make_row(reading, H200)
 

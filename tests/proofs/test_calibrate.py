@@ -20,7 +20,7 @@ from jaxtrain.kernels import fp8
 from jaxtrain.node import calibrate
 from jaxtrain.node import measure as micro
 from jaxtrain.node.calibrate import CURVE, CalibrationError, to_rates
-from jaxtrain.node.measure import COLLECTIVES, TINY, Reading, Sizes, Work, chain, time_work, timed
+from jaxtrain.node.measure import COLLECTIVES, TINY, Sizes, TimedWork, WorkReading, chain, time_calls, time_work
 from jaxtrain.plan import rates, topology
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.step import compiler
@@ -30,7 +30,7 @@ SIZES = dataclasses.replace(TINY, gemms=TINY.gemms[:1], curve_mib=TINY.curve_mib
 
 
 def test_everything_is_measured_and_counted_by_hand():
-    readings = calibrate.measure(jax.devices()[:4], SIZES)
+    readings = calibrate.measure_rates(jax.devices()[:4], SIZES)
     assert {r.work.kind for r in readings} == {CURVE, *(kind for kinds, _ in calibrate.MEASURED.values() for kind in kinds)}
     # Times of backward passes and of small messages are differences. At this size noise can make them negative.
     whole = [r for r in readings if "backward" not in r.work.kind and r.work.kind != CURVE]
@@ -50,7 +50,7 @@ def test_everything_is_measured_and_counted_by_hand():
 
 def test_without_a_gpu_nothing_is_measured_or_stored(tmp_path):
     with pytest.raises(CalibrationError, match="devices are cpu"):
-        calibrate.run(tmp_path)
+        calibrate.calibrate_gpus(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -82,12 +82,12 @@ def for_h200s(monkeypatch):
 
     def on_each(seed, shape, dtype, devices):
         whole = (len(devices) * shape[0], *shape[1:])
-        return jax.ShapeDtypeStruct(whole, dtype, sharding=micro.sharded_over(devices))
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=micro.sharding_over(devices))
 
     def normal(seed, shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    monkeypatch.setattr(micro, "timed", timed)
+    monkeypatch.setattr(micro, "time_calls", timed)
     monkeypatch.setattr(micro, "normal_on_each", on_each)
     monkeypatch.setattr(micro, "normal", normal)
     return h200s, kept
@@ -126,9 +126,9 @@ def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s):
     """The loop has cuDNN's forward and backward kernels, and only one other operation that moves a whole array."""
     (device, *_), kept = for_h200s
     works, plain = calibrate.attention(device, Sizes())
-    assert "cudnn;" in plain[0].what
+    assert "cudnn;" in plain[0].label
     for work in works:
-        assert "cudnn, packed" in work.what
+        assert "cudnn, packed" in work.label
         time_work(work, Sizes())
     ahead, both = kept
     body = [line for line in both.splitlines() if "while/body" in line and "= " in line]
@@ -153,7 +153,7 @@ def test_each_device_is_timed_by_itself(monkeypatch):
         slow = {"a": 0.01, "b": 0.15 if len(calls) > 2 else 0.01, "c": 0.02}
         return SimpleNamespace(addressable_shards=[shard(d, slow[d]) for d in reversed(devices)])
 
-    found = timed(run, devices=devices, sizes=dataclasses.replace(TINY, repeats=5))
+    found = time_calls(run, devices=devices, sizes=dataclasses.replace(TINY, repeats=5))
     assert [statistics.median(each) for each in found] == [0.01, 0.15, 0.02] and len(calls) == 1 + 5
 
 
@@ -163,11 +163,11 @@ TODAY = datetime.date(2026, 11, 21)
 H200 = topology.parse_topology("h200:8").gpu
 
 
-def reading(kind: str, amount: float, seconds: float, **more) -> Reading:
+def reading(kind: str, amount: float, seconds: float, **more) -> WorkReading:
     """Return a reading of `amount` FLOPs, or bytes for memory and links."""
     over = {"memory": "memory", "host": "host"}.get(kind, "NVLink" if kind in (*COLLECTIVES, CURVE) else "")
     amounts = {"flop": 0.0, "bytes": amount, "over": over} if over else {"flop": amount, "bytes": 0.0}
-    return Reading(Work(kind, "", prepare=lambda: (None, None, None), **amounts, **more), seconds, 0.01)
+    return WorkReading(TimedWork(kind, "", prepare=lambda: (None, None, None), **amounts, **more), seconds, 0.01)
 
 
 GOOD = [
@@ -191,13 +191,13 @@ LINKS = [
 @pytest.fixture
 def untimed(monkeypatch):
     """Replace timing by a constant: no kernel runs, and every call takes a second."""
-    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes, devices=(): [[1.0]] * max(len(devices), 1))
+    monkeypatch.setattr(micro, "time_calls", lambda run, *args, sizes, devices=(): [[1.0]] * max(len(devices), 1))
     monkeypatch.setattr(micro, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
     monkeypatch.setattr(micro, "normal_on_each", lambda seed, shape, dtype, devices: jnp.zeros(shape, dtype))
 
 
 def test_one_device_has_no_links(untimed):
-    kinds = {r.work.kind for r in calibrate.measure(jax.devices()[:1], TINY)}
+    kinds = {r.work.kind for r in calibrate.measure_rates(jax.devices()[:1], TINY)}
     assert kinds and not kinds & {*COLLECTIVES, CURVE}
 
 
@@ -209,9 +209,9 @@ def test_times_are_of_warm_calls(monkeypatch):
     def run(x):
         now[0] += 1.0
 
-    assert timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5)) == [[1.0] * 5] and now[0] == 6
+    assert time_calls(run, 1, sizes=dataclasses.replace(TINY, repeats=5)) == [[1.0] * 5] and now[0] == 6
     now[0] = 0.0
-    timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5, warm_s=2.5))
+    time_calls(run, 1, sizes=dataclasses.replace(TINY, repeats=5, warm_s=2.5))
     assert now[0] == 1 + 3 + 5
 
 
@@ -265,7 +265,7 @@ def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
     made = micro.normal_on_each
     monkeypatch.setattr(micro, "normal_on_each", lambda *of: (made if of[2] != fp8.E4M3 else broken)(*of))
     monkeypatch.setattr(micro.attention_table, "implementation", broken)
-    found = calibrate.measure(jax.devices()[:1], TINY)
+    found = calibrate.measure_rates(jax.devices()[:1], TINY)
     failed = [r for r in found if r.failed]
     assert {r.work.kind for r in failed} == {"gemm fp8", "attention forward", "attention backward"}
     assert {r.failed for r in failed} == {"RuntimeError: luck"}
@@ -279,8 +279,10 @@ def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
 
 
 def test_attention_without_packing_is_measured_if_that_with_packing_fails(untimed, monkeypatch):
-    def work(what: str, prepare) -> tuple[Work, Work]:
-        return Work("attention forward", what, 1.0, 1.0, prepare), Work("attention forward+backward", what, 3.5, 1.0, prepare)
+    def work(what: str, prepare) -> tuple[TimedWork, TimedWork]:
+        return TimedWork("attention forward", what, 1.0, 1.0, prepare), TimedWork(
+            "attention forward+backward", what, 3.5, 1.0, prepare
+        )
 
     def prepare():
         return lambda _, x: x, (), jnp.ones(())
@@ -289,8 +291,8 @@ def test_attention_without_packing_is_measured_if_that_with_packing_fails(untime
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(calibrate, "attention", lambda *_: [work("packed", broken), work("plain", prepare)])
-    found = [r for r in calibrate.measure(jax.devices()[:1], TINY) if "attention" in r.work.kind]
-    assert [(r.work.kind, r.work.what, r.failed) for r in found] == [
+    found = [r for r in calibrate.measure_rates(jax.devices()[:1], TINY) if "attention" in r.work.kind]
+    assert [(r.work.kind, r.work.label, r.failed) for r in found] == [
         ("attention forward", "plain", ""),
         ("attention backward", "plain", ""),
     ]
@@ -305,9 +307,9 @@ class FakeGpu:
 
 def test_a_gpus_rates_are_stored_where_plans_find_them(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu("NVIDIA H200")] * 2)
-    monkeypatch.setattr(calibrate, "measure", lambda devices, sizes, say: GOOD + LINKS if sizes == Sizes() else None)
+    monkeypatch.setattr(calibrate, "measure_rates", lambda devices, sizes, say: GOOD + LINKS if sizes == Sizes() else None)
     console = rich.console.Console(record=True, width=160, file=io.StringIO())
-    assert calibrate.run(tmp_path, console=console).parent == tmp_path
+    assert calibrate.calibrate_gpus(tmp_path, console=console).parent == tmp_path
     found = rates.rates_for(H200, "bf16", tmp_path)
     assert found.gemm_tflops == 525.0 and found.source.startswith("calibrated on NVIDIA H200, ")
     text = console.export_text()
@@ -317,8 +319,8 @@ def test_a_gpus_rates_are_stored_where_plans_find_them(tmp_path, monkeypatch):
 def test_runs_that_cannot_calibrate_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeGpu("NVIDIA L4")])
     with pytest.raises(CalibrationError, match="'NVIDIA L4'"):
-        calibrate.run(tmp_path)
+        calibrate.calibrate_gpus(tmp_path)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(CalibrationError, match="one of 2"):
-        calibrate.run(tmp_path)
+        calibrate.calibrate_gpus(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -30,7 +30,7 @@ from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.op_cost import OpCost
 from jaxtrain.plan.topology import parse_topology
-from jaxtrain.report.shardings import of_run
+from jaxtrain.report.shardings import run_shardings
 from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.state import abstract_tensors
 from jaxtrain.step.validate import validate_step
@@ -327,7 +327,7 @@ def test_weights_are_excluded_by_name():
     shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
     assert names(MOE | ALONE) == ALL and names(MOE | ALONE | {"model.shared_d_ff": 32}) == ALL | shared
     run = helpers.tiny(SMALL | FSDP | {"fp8.exclude": "wo"})
-    rows = of_run(run, helpers.devices_of(run)).filter(kind="gathered")
+    rows = run_shardings(run, helpers.devices_of(run)).filter(kind="gathered")
     assert {r.name for r in rows if r.dtype == "u8"} == ALL - {"layers.attention.wo"}
     with pytest.raises(ConfigError, match="fp8.exclude"):  # a family of one's own is checked when it is made
         helpers.program(helpers.tiny(SMALL | {"model.family": "helpers:WiderFamily", "fp8.exclude": "router"}))

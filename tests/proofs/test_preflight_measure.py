@@ -33,7 +33,7 @@ H200S = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML")
 
 
 def test_no_gpu_is_said(tmp_path):
-    found = node_rates.measure({"data": tmp_path}, 10, disk_bytes=MIB)
+    found = node_rates.measure_node({"data": tmp_path}, 10, disk_bytes=MIB)
     assert found["gemm_tflops"] == [] and found["all_reduce_bus_gb_s"] is None and found["disk"]["data"]["read_gb_s"] > 0
     assert set(found["left_out"]) == set(node_rates.RATES) and found["failed"] == {}
 
@@ -45,14 +45,14 @@ def test_a_driver_or_a_mount_that_hangs_is_left_out(tmp_path, monkeypatch):
         raise Unanswered("it did not answer")
 
     monkeypatch.setattr(node_rates, "call_with_timeout", hang)
-    found = node_rates.measure({"data": tmp_path}, 10)
+    found = node_rates.measure_node({"data": tmp_path}, 10)
     assert set(found["failed"]) == {"driver"} and found["disk"] == {} and {"gemm_tflops", "disk.data"} < set(found["left_out"])
 
 
 # ---- GPUs
 
 
-WORK = micro.Work("", "", 0.0, 1e9, lambda: (None, None, None))
+WORK = micro.TimedWork("", "", 0.0, 1e9, lambda: (None, None, None))
 
 
 def test_rates_have_the_units_of_their_names(monkeypatch):
@@ -68,7 +68,7 @@ def test_rates_have_the_units_of_their_names(monkeypatch):
         calls.extend([] if devices else [sizes.warm_s])
         return [[0.5]] * max(len(devices), 1)
 
-    monkeypatch.setattr(micro, "timed", timed)
+    monkeypatch.setattr(micro, "time_calls", timed)
     monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, squares=(4096,), flop=1.0, warm_s=9.0))
     found = node_rates.Results({}, 60.0)
     node_rates.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
@@ -84,9 +84,9 @@ def test_rates_have_the_units_of_their_names(monkeypatch):
 def test_a_slow_gpu_runs_fewer_iterations(monkeypatch):
     """The probe of PROBE iterations takes 0.1 s. A collective's number of iterations is fixed, as all processes must agree."""
     programs: list[int] = []
-    looped = micro.looped
-    monkeypatch.setattr(micro, "looped", lambda body, rounds: programs.append(rounds) or looped(body, rounds))
-    monkeypatch.setattr(micro, "timed", lambda *_, sizes, devices=(): [[0.1]] * max(len(devices), 1))
+    looped = micro.make_loop
+    monkeypatch.setattr(micro, "make_loop", lambda body, rounds: programs.append(rounds) or looped(body, rounds))
+    monkeypatch.setattr(micro, "time_calls", lambda *_, sizes, devices=(): [[0.1]] * max(len(devices), 1))
     sizes, devices = dataclasses.replace(TINY, rounds=90, seconds=0.3), jax.devices()[:2]
     micro.time_work(micro.memory(devices, sizes), sizes)
     micro.time_work(micro.collective("all-reduce", devices, MIB, TINY.collective_rounds), sizes)
@@ -96,7 +96,7 @@ def test_a_slow_gpu_runs_fewer_iterations(monkeypatch):
 def test_nodes_are_told_apart(monkeypatch):
     """Each collective runs over the node's devices, and over all devices if there are several nodes."""
     members: list[list[Any]] = []
-    monkeypatch.setattr(micro, "time_work", lambda *_, **__: [micro.Reading(WORK, 1.0)])
+    monkeypatch.setattr(micro, "time_work", lambda *_, **__: [micro.WorkReading(WORK, 1.0)])
     monkeypatch.setattr(micro, "collective", lambda kind, over, *_: members.append(list(over)) or WORK)
     every = jax.devices()
     monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // 4)
@@ -114,7 +114,7 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
         raise RuntimeError("no such luck\nand much more")
 
     monkeypatch.setattr(micro, "gemm", broken)
-    monkeypatch.setattr(micro, "time_work", lambda work, *_: [micro.Reading(work, 1.0)])
+    monkeypatch.setattr(micro, "time_work", lambda work, *_: [micro.WorkReading(work, 1.0)])
     monkeypatch.setattr(micro, "memory", lambda *_: WORK)
     monkeypatch.setattr(micro, "collective", lambda kind, members, *_: dataclasses.replace(WORK, bytes=1e9 * len(members)))
     found = node_rates.Results({"answer_file": str(tmp_path / "answer.json")}, -1.0 if late else 60.0)
@@ -222,26 +222,28 @@ def test_a_disk_is_timed_until_it_has_the_bytes(disk, tmp_path, monkeypatch):
     """The file is read back only after all of it was written."""
     synced, dropped = disk
     monkeypatch.setattr(disk_rates, "SYNC_BYTES", 4 * MIB)
-    found = disk_rates.disk(tmp_path, 60.0, 10 * MIB)
+    found = disk_rates.measure_disk(tmp_path, 60.0, 10 * MIB)
     assert synced == [4 * MIB, 8 * MIB, 10 * MIB] and dropped == [3]
     assert found == {"write_gb_s": pytest.approx(10 * MIB / 0.3 / 1e9), "read_gb_s": pytest.approx(10 * MIB / 0.1 / 1e9)}
     assert list(tmp_path.iterdir()) == []
     synced.clear()
     monkeypatch.setattr(disk_rates, "SYNC_BYTES", MIB)
-    found = disk_rates.disk(tmp_path, 0.5, 64 * MIB)  # half of the limit is for writing, which ends after the third piece
+    found = disk_rates.measure_disk(
+        tmp_path, 0.5, 64 * MIB
+    )  # half of the limit is for writing, which ends after the third piece
     assert len(synced) == 3 and found["write_gb_s"] == pytest.approx(3 * MIB / 0.3 / 1e9)
 
 
 def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(Unmeasured):
-        disk_rates.disk(tmp_path, 10.0)
+        disk_rates.measure_disk(tmp_path, 10.0)
     (tmp_path / "small").write_bytes(b"1")
     (tmp_path / "large.tok").write_bytes(bytes(3 * MIB))
     read: list[int] = []
     real = os.readv
     monkeypatch.setattr(os, "readv", lambda *args: read.append(real(*args)) or read[-1])
-    found = disk_rates.disk(tmp_path, 10.0)
+    found = disk_rates.measure_disk(tmp_path, 10.0)
     assert found["write_gb_s"] is None and found["read_gb_s"] and sum(read) == 3 * MIB
 
 

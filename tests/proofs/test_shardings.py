@@ -19,7 +19,7 @@ from jaxtrain.kernels.experts import routing
 from jaxtrain.models import activations
 from jaxtrain.plan import shardings
 from jaxtrain.plan.topology import TopologyError
-from jaxtrain.report.shardings import Shardings, of_run, of_tree
+from jaxtrain.report.shardings import Shardings, run_shardings, tree_shardings
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b.py")
 FEW = {"model": {"num_layers": 2}}
@@ -30,7 +30,7 @@ TWO = {"mesh.fsdp": 4, "mesh.tensor": 2}
 @functools.cache
 def of(run: RunConfig) -> Shardings:
     """Return the table of a run's shardings on fake devices."""
-    return of_run(run, devices_of(run))
+    return run_shardings(run, devices_of(run))
 
 
 def table(overrides: dict[str, Any]) -> Shardings:
@@ -314,9 +314,9 @@ def test_all_rows_are_shown():
 def test_a_pytree_of_arrays_has_a_table():
     mesh = program(tiny(TWO)).placement.mesh
     placed = jax.device_put(np.zeros((8, 6), np.float32), jax.sharding.NamedSharding(mesh, P("fsdp", "tensor")))
-    found = of_tree({"layer": {"w": placed}, "step": jax.numpy.zeros((), jax.numpy.int32)})
+    found = tree_shardings({"layer": {"w": placed}, "step": jax.numpy.zeros((), jax.numpy.int32)})
     assert found["layer.w"].type == "f32[8@fsdp, 6@tensor]" and found["layer.w"].bytes_per_device == 2 * 3 * 4
     assert found["step"].type == "i32[]" and found["layer.w"].replicas == 1
     assert jaxtrain.shardings({"w": placed})["w"].type == found["layer.w"].type
     with pytest.raises(TypeError, match="x"):
-        of_tree({"x": np.zeros(3)})
+        tree_shardings({"x": np.zeros(3)})

@@ -14,7 +14,7 @@ from jaxtrain.commands import profile as command
 from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import hlo
 from jaxtrain.report import profile, profile_program
-from jaxtrain.report.profile import Profile
+from jaxtrain.report.profile import StepProfile
 from jaxtrain.report.profile_program import KINDS, NO_SCOPE
 
 PARTS = {"attention", "mlp", "loss", "optimizer", "embed"}
@@ -33,11 +33,11 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def split(traced: Path) -> Profile:
+def split(traced: Path) -> StepProfile:
     return profile_of(traced)
 
 
-def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
+def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: StepProfile):
     """Traced steps have no step time. The time of the profiler, and of writing the trace, does not count as training time."""
     assert split.steps == WINDOW
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(traced)}
@@ -47,7 +47,7 @@ def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile)
     assert split.untraced_ms is not None and times[0] <= split.untraced_ms / 1e3 <= times[-1]
 
 
-def test_time_is_divided_by_parts_and_passes(split: Profile):
+def test_time_is_divided_by_parts_and_passes(split: StepProfile):
     assert split.named >= 0.95
     named = {name.partition(",")[0] for name in split.by_part}
     assert PARTS <= named <= PARTS | {"layers", "final_norm", "weights", "gather", "reduce", NO_SCOPE}
@@ -55,7 +55,7 @@ def test_time_is_divided_by_parts_and_passes(split: Profile):
     assert passes == {"forward", "backward", "recompute"}, "remat.policy=full"
 
 
-def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
+def test_every_millisecond_of_a_step_is_counted_once(split: StepProfile):
     assert tuple(split.by_kind) == KINDS
     assert sum(split.by_kind.values()) == pytest.approx(split.step_ms)
     ran = sum(ms for kinds in split.by_part.values() for ms in kinds.values())
@@ -67,10 +67,10 @@ def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
     assert split.step_range_ms[0] <= split.step_ms <= split.step_range_ms[1]
 
 
-def test_work_is_that_of_the_program(traced: Path, split: Profile):
+def test_work_is_that_of_the_program(traced: Path, split: StepProfile):
     """FLOPs of the trace's operations equal those of the compiled step, which has no instruction of unknown cost."""
     text = Path(split.trace).with_name(HLO_TEXT).read_text()
-    compiled = profile_program.read(text, runs.receipt(traced)["mesh"], 8)
+    compiled = profile_program.read_program(text, runs.receipt(traced)["mesh"], 8)
     assert compiled.unknown == ()
     flops = sum(compiled.work[i.name].flops * n for i, _, n, _ in hlo.walk(compiled.module) if i.name in compiled.work)
     assert math.fsum(op.gflop or 0 for op in split.ops) == pytest.approx(flops / 1e9)
@@ -79,7 +79,7 @@ def test_work_is_that_of_the_program(traced: Path, split: Profile):
     assert op.count == 1 and op.source.startswith("jaxtrain/models/layers.py:") and op.kind == "matmul"
 
 
-def test_lost_time_is_that_of_the_kinds(split: Profile):
+def test_lost_time_is_that_of_the_kinds(split: StepProfile):
     """remat.policy=full recomputes. A CPU has no plan and no clocks, and this run neither saved nor evaluated."""
     rows = {row.cause: 1e3 * row.seconds for row in split.lost.rows}
     assert rows["exposed communication"] == pytest.approx(split.by_kind["exposed communication"])
@@ -92,7 +92,7 @@ def test_lost_time_is_that_of_the_kinds(split: Profile):
     assert "slow kernels" not in rows and "GPU clocks" not in rows and len(split.lost.missing) == 2
 
 
-def test_reports_of_a_cpu(traced: Path, split: Profile, tmp_path, capsys):
+def test_reports_of_a_cpu(traced: Path, split: StepProfile, tmp_path, capsys):
     """A CPU has no plan. The command's files are those of the functions."""
     assert split.device_kind == "cpu" and split.planned is None
     assert all(op.planned_ms is None for op in split.ops)
@@ -107,7 +107,7 @@ def test_reports_of_a_cpu(traced: Path, split: Profile, tmp_path, capsys):
     assert_self_contained(text)
 
 
-def test_jax_writes_the_timeline_beside_the_trace(split: Profile):
+def test_jax_writes_the_timeline_beside_the_trace(split: StepProfile):
     """Perfetto opens this file. It has the steps and their operations."""
     trace = Path(split.trace)
     beside = trace.with_name(trace.name.replace(".xplane.pb", ".trace.json.gz"))

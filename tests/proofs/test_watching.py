@@ -30,7 +30,7 @@ from jaxtrain.metrics.remote import TrackerError
 from jaxtrain.metrics.samples import TextSample
 from jaxtrain.metrics.wandb import WandB
 from jaxtrain.report import run_page
-from jaxtrain.report.run import read
+from jaxtrain.report.run import read_run
 from jaxtrain.step import validate
 
 SETS = "web={folder}/web.tok; code_2={folder}/code.tok=2,{folder}/web.tok=1;made-up=synthetic"
@@ -211,7 +211,7 @@ def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
 def test_events_page_and_metrics_agree(watched: Watched, plain: Path) -> None:
     """Losses and rates agree to the last digit that events, page and metrics store, also in a resumed run."""
     for workdir, sets in ((watched.workdir, ("web", "code_2")), (plain, ("",))):
-        html = run_page.html([read(workdir)])
+        html = run_page.run_html([read_run(workdir)])
         assert_self_contained(html)
         shown = curves_of(html)
         train = {x["step"]: x for x in runs.lines(workdir) if x["kind"] == "train"}

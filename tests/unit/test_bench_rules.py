@@ -152,7 +152,7 @@ def test_a_kernel_that_fails_is_a_row(monkeypatch, tmp_path):
     def broken():
         raise ValueError("no such luck\nand much more")
 
-    (reading,) = measure.try_work(measure.Work("k", "w", 1.0, 1.0, broken), measure.TINY)
+    (reading,) = measure.try_work(measure.TimedWork("k", "w", 1.0, 1.0, broken), measure.TINY)
     row = kernels.make_row(reading, None)
     assert (row["verdict"], row["why"]) == ("failed", "ValueError: no such luck")
     monkeypatch.setattr(kernels, "run_case", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
@@ -260,7 +260,7 @@ def test_what_lies_in_the_folder_of_a_suite_stays(tmp_path, monkeypatch):
         (tmp_path / name / "thesis.txt").write_text("mine")
     monkeypatch.setattr(suite, "run_program", lambda *_, **__: (1, "no"))
     console = rich.console.Console(quiet=True)
-    assert suite.run(str(tmp_path), "", "run,checkpoint", True, console) == 1
+    assert suite.run_suite(str(tmp_path), "", "run,checkpoint", True, console) == 1
     assert all((tmp_path / name / "thesis.txt").exists() for name in ("run", "checkpoint"))
 
 
@@ -272,7 +272,7 @@ def test_layouts_that_hang_are_a_fault_and_ctrl_c_is_told(tmp_path, monkeypatch,
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    parts = [suite.Part("a", lambda *_: suite.Outcome("ok", "done"), 5), suite.Part("b", interrupted, 5)]
+    parts = [suite.SuitePart("a", lambda *_: suite.PartOutcome("ok", "done"), 5), suite.SuitePart("b", interrupted, 5)]
     with pytest.raises(KeyboardInterrupt):
         suite.run_parts(parts, node, rich.console.Console(), 60.0, "A node")
     assert "2 of 2" in capsys.readouterr().out.splitlines()[-1]

@@ -92,7 +92,7 @@ def call(tmp_path: Path, *more: str) -> tuple[int, dict[str, str]]:
 def act(*verdicts: str):
     """Return an item's function that has these verdicts in turn, and then raises an error."""
     left = iter(verdicts)
-    return lambda node, limit_s: suite.Outcome(next(left), "so")
+    return lambda node, limit_s: suite.PartOutcome(next(left), "so")
 
 
 def test_a_second_call_continues_and_repeats_no_finished_item(tmp_path, one_gpu, monkeypatch):

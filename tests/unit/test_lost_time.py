@@ -11,9 +11,9 @@ from made_runs import fake, gpu, line, write_lines
 
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.report import profile_times
-from jaxtrain.report.lost_time import LostTime, lost_time, section
-from jaxtrain.report.profile import Profile
-from jaxtrain.report.run import read
+from jaxtrain.report.lost_time import LostTime, lost_time, lost_time_section
+from jaxtrain.report.profile import StepProfile
+from jaxtrain.report.run import read_run
 from jaxtrain.report.tables import Table
 
 HARDWARE = {"gpus": [{"max_sm_clock_mhz": 1980, "power_limit_w": 700.0}] * 2}
@@ -26,7 +26,7 @@ def spent(step: int, **seconds: float) -> list[dict[str, Any]]:
     return [{"kind": "begin", "time": 1e9, "seen": 1e9}, whole, {"kind": "end", "exit_code": 0}]
 
 
-def planted(folder: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float = 0.0, **causes: Any) -> Profile:
+def planted(folder: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float = 0.0, **causes: Any) -> StepProfile:
     """Return the profile of a traced run on two GPUs, at full clocks and without saves, but for these causes.
 
     Args:
@@ -89,7 +89,7 @@ def test_a_planted_cause_comes_first_with_its_seconds(case: str, tmp_path, monke
     assert found.lost.rows[0].cause == next(iter(expected))
     seconds = [row.seconds for row in found.lost.rows]
     assert seconds == sorted(seconds, reverse=True)
-    (made,) = [part for part in section(found.lost).parts if isinstance(part, Table)]
+    (made,) = [part for part in lost_time_section(found.lost).blocks if isinstance(part, Table)]
     assert list(made.columns[0].cells) == list(ms_of(found.lost))
     assert list(found.to_pandas("lost")["cause"]) == list(ms_of(found.lost))
 
@@ -126,12 +126,12 @@ def test_what_was_not_measured_is_named(tmp_path, monkeypatch):
     """Without a trace, the clocks' time is that in which the GPUs were busy. Each missing source has one sentence."""
     folder = tmp_path / "run"
     planted(folder, monkeypatch, clock=FULL | {"sm_clock_mhz": 990.0, "utilization": 0.8}, wait_s=0.1)
-    found = lost_time(None, read(folder))
+    found = lost_time(None, read_run(folder))
     assert ms_of(found) == {"GPU clocks": pytest.approx(200), "waiting for data": pytest.approx(100)} and found.step_s == 0.5
     assert len(found.missing) == 1 and "--config.profile.start" in found.missing[0]
-    alone = lost_time(None, read(fake(tmp_path / "new", [line(10, step_time_s=0.5, data_wait_s=None)])))
+    alone = lost_time(None, read_run(fake(tmp_path / "new", [line(10, step_time_s=0.5, data_wait_s=None)])))
     assert alone.rows == () and len(alone.missing) == 4
-    empty = lost_time(None, read(fake(tmp_path / "empty", [line(10, step_time_s=None)])))
+    empty = lost_time(None, read_run(fake(tmp_path / "empty", [line(10, step_time_s=None)])))
     assert empty.rows == () and len(empty.missing) == 1 and empty.step_s == 0
     (folder / "receipt.json").unlink()
     found = profile_of(folder)

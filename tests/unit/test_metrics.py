@@ -28,7 +28,7 @@ from jaxtrain.metrics.samples import TextSample
 from jaxtrain.metrics.tensorboard import TensorBoard
 from jaxtrain.metrics.throughput import Throughput, memory_gib
 from jaxtrain.report import run_page
-from jaxtrain.report.run import read
+from jaxtrain.report.run import read_run
 from jaxtrain.train.step_log import PendingMetrics
 
 # ---- metrics.jsonl, metrics.N.jsonl, samples.txt and tb/
@@ -140,7 +140,7 @@ def test_a_new_metric_is_one_entry_of_the_table(tmp_path, monkeypatch):
     assert [x["own/metric"] for x in files.read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
     assert "own 0.50" in out.getvalue() and "own 0.50" in (tmp_path / "log.txt").read_text()
     assert [values["train/own/metric"] for _, _, values in events(tmp_path / "tb")[0] if "train/own/metric" in values] == [0.5]
-    assert curves_of(run_page.html([read(tmp_path)]))["own curve"] == {1: 50.0}
+    assert curves_of(run_page.run_html([read_run(tmp_path)]))["own curve"] == {1: 50.0}
     assert "| `own/metric` | a metric of the test (nats) |" in table.markdown()[0]
 
 

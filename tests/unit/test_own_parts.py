@@ -146,7 +146,7 @@ def test_functions_of_the_api_add_the_line(monkeypatch: pytest.MonkeyPatch):
     load_part("model.family", "lab_of_mine.sound:part")
     from jaxtrain.report import run
 
-    monkeypatch.setattr(run, "read", lambda folder, kind: load_part("model.family", "lab_of_mine.sound:part")(0))
+    monkeypatch.setattr(run, "read_run", lambda folder, kind: load_part("model.family", "lab_of_mine.sound:part")(0))
     error = failure(lambda: api._with_user_line(api.open_run)("anything"))
     assert isinstance(error, ZeroDivisionError) and "sound.py:6" in error.__notes__[0]
 

@@ -176,7 +176,7 @@ def made_plan(monkeypatch):
     step = SimpleNamespace(program=SimpleNamespace(checkpoint_bytes=96 * 10**9), module=None)
     monkeypatch.setattr("jaxtrain.report.planning.compile_step", lambda *_: step)
     monkeypatch.setattr("jaxtrain.report.planning.read_plan", lambda *_, **__: sample(**changes))
-    monkeypatch.setattr("jaxtrain.report.layer_schedule.read", lambda *_: {})
+    monkeypatch.setattr("jaxtrain.report.layer_schedule.layer_events", lambda *_: {})
     return changes
 
 

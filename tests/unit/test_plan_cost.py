@@ -13,7 +13,7 @@ from jaxtrain.config.schema import ConfigError
 from jaxtrain.plan import cost, topology
 from jaxtrain.plan.cost import Cost, CostOptions, daly_interval, estimate_cost, wall_time, young_interval
 from jaxtrain.report.plan_run import run_section
-from jaxtrain.report.tables import print_sections, printed
+from jaxtrain.report.tables import print_sections, render_text
 
 NODE = topology.parse_topology("h200:8")
 MINUTE, DAY = 60.0, 86_400.0
@@ -160,9 +160,9 @@ def test_a_storage_without_end_is_refused_with_one_that_is_enough():
 
 def test_the_section_names_everything():
     found = made(price=2.0)
-    shown = printed(lambda console: print_sections(run_section(found), console), 118)
+    shown = render_text(lambda console: print_sections(run_section(found), console), 118)
     assert f"--config.train.steps=15259 --config.checkpoint.every_steps={found.every_steps}" in shown
     assert "money" in shown and "400" in shown and "15,259" in shown
     assert all(value in shown for _, value, _ in found.assumptions)
-    assert "money" not in printed(lambda console: print_sections(run_section(made()), console), 118)
+    assert "money" not in render_text(lambda console: print_sections(run_section(made()), console), 118)
     assert run_section(None) == []

@@ -12,7 +12,7 @@ from jaxtrain.plan import diff as plan_diff
 from jaxtrain.plan.diff import Diff, DiffRow, diff, read_plan_file
 from jaxtrain.plan.result import Collective, KernelSummary, Plan, to_json
 from jaxtrain.report.plan_diff import print_diff
-from jaxtrain.report.tables import printed
+from jaxtrain.report.tables import render_text
 
 
 def gather(line: int, ms: float, exposed: float, gib: float = 1.0, **changes: Any) -> Collective:
@@ -40,7 +40,7 @@ def only(found: Diff) -> DiffRow:
 
 
 def text(found: Diff) -> str:
-    return printed(lambda console: print_diff(found, console), 140)
+    return render_text(lambda console: print_diff(found, console), 140)
 
 
 def test_the_same_plan_has_no_difference():

@@ -18,7 +18,7 @@ from jaxtrain.config import numbers
 from jaxtrain.plan.result import Collective, Memory, Plan
 from jaxtrain.report import html, plan_page, plan_sections
 from jaxtrain.report.plan import print_plan
-from jaxtrain.report.tables import place
+from jaxtrain.report.tables import relative_source
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -77,7 +77,7 @@ def row(shown: str, start: str) -> list[str]:
 
 def page_words(plan: Plan, steps: int) -> str:
     """Return the texts of the page without the round numbers of the chart's axis and the numbers of GPUs in the mesh."""
-    text = re.sub(r'<text [^>]*class="axis"[^>]*>[^<]*</text>', "", plan_page.html(plan, steps=steps))
+    text = re.sub(r'<text [^>]*class="axis"[^>]*>[^<]*</text>', "", plan_page.plan_html(plan, steps=steps))
     text = re.sub(r'<div class="mesh">.*?<p class="quiet">', '<p class="quiet">', text, flags=re.DOTALL)
     return " ".join(w for w in Read(text).words if w not in (html.POLICY, "width=device-width, initial-scale=1"))
 
@@ -100,7 +100,7 @@ def test_the_page_shows_every_number_of_the_plan():
     # The kernels are so few that each has a row. Collectives are kernels too, but have a table of their own.
     plan = dataclasses.replace(plan, kernels=tuple(k for k in plan.kernels[8:] if k.kind != "communication"))
     plan = dataclasses.replace(plan, memory=thinned(plan.memory, 20))
-    shown = plan_page.html(plan)
+    shown = plan_page.plan_html(plan)
     for path, value in leaves(plan):
         if re.search(NOWHERE, path) or (isinstance(value, str) and not re.search(r"\d", value)):
             continue
@@ -108,7 +108,7 @@ def test_the_page_shows_every_number_of_the_plan():
             continue  # twice zero is zero, and a smaller value has no visible digit in its column
         draw = random.Random(0)
         new = changed(plan, lambda p, v, path=path, draw=draw: other(v, draw) if p == path else v)
-        assert plan_page.html(new) != shown, f"{path} = {value!r} changes nothing that is shown"
+        assert plan_page.plan_html(new) != shown, f"{path} = {value!r} changes nothing that is shown"
 
 
 def test_bands_are_the_phases_without_short_stretches_inside_another():
@@ -136,7 +136,7 @@ def test_the_peak_is_named_by_its_largest_arrays():
     memory = dataclasses.replace(plan.memory, largest=(*plan.memory.largest, *[first] * 9))
     named = plan_page.peak_arrays(dataclasses.replace(plan, memory=memory))
     assert named[0] == (f"10 x {first.shape} {first.kind}", pytest.approx(10 * first.gib)) and len(named) == 3
-    assert all(array in plan_page.html(dataclasses.replace(plan, memory=memory)) for array, _ in named)
+    assert all(array in plan_page.plan_html(dataclasses.replace(plan, memory=memory)) for array, _ in named)
 
 
 @pytest.mark.parametrize("render", [lambda plan, steps: written(plan, steps=steps), page_words], ids=["text", "page"])
@@ -160,7 +160,7 @@ def test_temporaries_are_divided_by_what_wrote_them():
     assert sum(parts) == pytest.approx(plan.memory.by_class["temporaries"]) and len(parts) > 2
     assert sum(gib for _, gib, _ in rows) == pytest.approx(sum(plan.memory.by_class.values()))
     assert len({colour for *_, colour in rows}) == len(rows)
-    (bar,) = re.findall(r'<svg class="bar marked".*?</svg>', plan_page.html(plan))
+    (bar,) = re.findall(r'<svg class="bar marked".*?</svg>', plan_page.plan_html(plan))
     assert "134.4" in re.sub("<title>.*?</title>|<svg[^>]*>", "", bar)
 
 
@@ -177,14 +177,14 @@ def test_arguments_have_dotted_names(op_name: str, name: str):
     assert plan_sections.argument(op_name) == name
     plan = sample()
     first = dataclasses.replace(plan.memory.largest[0], op_name=op_name)
-    shown = plan_page.html(dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, largest=(first,))))
+    shown = plan_page.plan_html(dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, largest=(first,))))
     assert name in shown and "state.optimizer" not in shown
 
 
 def test_a_missing_range_is_explained_once():
     time = dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None)
     plan = sample(time=time)
-    assert plan_page.html(plan).partition("<main>")[2].count(plan_sections.no_range(plan)) == 1
+    assert plan_page.plan_html(plan).partition("<main>")[2].count(plan_sections.no_range(plan)) == 1
 
 
 # ---- The text
@@ -215,7 +215,7 @@ def test_bytes_on_the_wire_are_in_gb_and_the_lines_of_one_cause_are_added():
     # Over a network, the network's share has a column, and the network's rate is in the list of rates.
     remote = sample(collectives=(dataclasses.replace(one, network_gib=0.5),))
     assert row(written(remote), "all-gather")[5:7] == ["1.07", "0.54"]
-    assert "45 GB/s" in plan_page.html(remote) and "45 GB/s" not in plan_page.html(plan)
+    assert "45 GB/s" in plan_page.plan_html(remote) and "45 GB/s" not in plan_page.plan_html(plan)
 
 
 def test_the_text_keeps_to_the_width():
@@ -228,11 +228,11 @@ def test_the_text_keeps_to_the_width():
 def test_published_runs_bound_what_is_believed():
     """The range from published runs precedes the roofline's step time. Without comparable runs, there is none."""
     shown = written(sample(), 120)
-    assert shown.index("746 to 824 ms") < shown.index("709 ms") and "746 to 824 ms" in plan_page.html(sample())
+    assert shown.index("746 to 824 ms") < shown.index("709 ms") and "746 to 824 ms" in plan_page.plan_html(sample())
     assert {"60.1%", "30.0%", "51.7%", "57.1%"} <= {word.strip(",;") for word in shown.split()}
-    assert "0.86 to 0.95" in plan_page.html(sample())
+    assert "0.86 to 0.95" in plan_page.plan_html(sample())
     none = dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None)
-    for text in (written(sample(time=none), 120), plan_page.html(sample(time=none))):
+    for text in (written(sample(time=none), 120), plan_page.plan_html(sample(time=none))):
         assert "746 to" not in text and "709" in text
     nan = dict.fromkeys(("mfu_causal", "mfu_full", "hfu"), float("nan"))
     unknown = sample(time=dataclasses.replace(sample().time, **nan, mfu_fp8_peak=None))
@@ -254,9 +254,9 @@ def test_time_to_train():
 def test_sizes_and_places():
     assert numbers.gib([0.25, 0.001]) == ("MiB", ["256.0", "1.0"])
     assert numbers.rough(24_034.0) == "24,000"
-    assert place("/a/jaxtrain/b/jaxtrain/step/loss.py:88") == "jaxtrain/step/loss.py:88"
-    assert place("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
-    assert place("/mine/model.py:7") == "/mine/model.py:7"
+    assert relative_source("/a/jaxtrain/b/jaxtrain/step/loss.py:88") == "jaxtrain/step/loss.py:88"
+    assert relative_source("/env/site-packages/optax/adam.py:3") == "optax/adam.py:3"
+    assert relative_source("/mine/model.py:7") == "/mine/model.py:7"
     assert plan_sections.command(sample(config="my file.py", overrides=())).endswith("'--config=my file.py' --topology=h200:8")
 
 
@@ -264,7 +264,7 @@ def test_sizes_and_places():
 
 
 def test_the_page_is_whole_html_with_text_for_every_picture():
-    read = Read(plan_page.html(sample(), steps=50_000))
+    read = Read(plan_page.plan_html(sample(), steps=50_000))
     assert read.named("html") == [{"lang": "en"}]
     assert len(read.named("title")) > 1  # the page's own style, and the tooltips of bars
     assert all("scope" in th for th in read.named("th"))
@@ -280,8 +280,8 @@ def test_names_in_a_plan_cannot_write_the_page():
     plan = changed(sample(), lambda _, value: value + EVIL if isinstance(value, str) else value)
     plan = dataclasses.replace(plan, trip_counts={EVIL: 3}, versions={EVIL: EVIL}, mesh={EVIL: 8})
     memory = dataclasses.replace(plan.memory, by_class={EVIL: 40.78}, saved={EVIL: 21.25})
-    read = Read(plan_page.html(dataclasses.replace(plan, memory=memory)))
-    plain = plan_page.html(sample(), steps=50_000)
+    read = Read(plan_page.plan_html(dataclasses.replace(plan, memory=memory)))
+    plain = plan_page.plan_html(sample(), steps=50_000)
     assert_self_contained(plain)
     assert len(read.named("script")) == len(Read(plain).named("script")) == 2
     assert " ".join(read.words).count(EVIL) > 50

@@ -25,10 +25,10 @@ from nodes import (  # noqa: F401
 from jaxtrain.commands import preflight as command
 from jaxtrain.data import loading
 from jaxtrain.node import checks, multi_node, preflight, rates
-from jaxtrain.node.facts import BOOST, FILE, LOG, TOPOLOGY, Answer, Facts, Unanswered, call_with_timeout, read_recording
+from jaxtrain.node.facts import BOOST, FILE, LOG, TOPOLOGY, Answer, NodeFacts, Unanswered, call_with_timeout, read_recording
 from jaxtrain.node.machine import parse_vboost, read_topology
 from jaxtrain.node.multi_node import Preflight
-from jaxtrain.node.table import Context
+from jaxtrain.node.table import NodeContext
 from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime import distributed
 
@@ -42,10 +42,10 @@ def default_run():
     return loading.load([]).run
 
 
-def context(of=H200, paths=PATHS, cluster=None, **more) -> Context:
+def context(of=H200, paths=PATHS, cluster=None, **more) -> NodeContext:
     """Return the context of a check: a node (a recording, healthy by default) and the default config."""
     facts = read_recording(of) if isinstance(of, Path) else of
-    return Context(facts, default_run(), paths, cluster or distributed.detect({}, facts.environ)[0], False, **more)
+    return NodeContext(facts, default_run(), paths, cluster or distributed.detect({}, facts.environ)[0], False, **more)
 
 
 def findings(of=H200, **more) -> dict[str, Finding]:
@@ -282,10 +282,10 @@ def test_a_card_for_each_gpu(far, state, cards, tmp_path):
     rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
     here = context(copied(tmp_path, answer(TOPOLOGY, "\n".join(rows) + "\n")), cluster=TWO)
     assert [f.state for f in checks.inspect(here) if f.name == "GPU and NIC"] == [state]
-    assert multi_node.describe(here, None)["network cards"] == cards
+    assert multi_node.describe_node(here, None)["network cards"] == cards
     port_down = file("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
     down = context(copied(tmp_path / "2", port_down, tmp_path / "node"), cluster=TWO)
-    assert multi_node.describe(down, None)["network cards"] == cards - 1
+    assert multi_node.describe_node(down, None)["network cards"] == cards - 1
 
 
 # ---- Rates
@@ -380,7 +380,7 @@ def test_reading_nvidia_smi():
         "GPU1    NV12     X      SYS     0-23\n"
         "mlx5_0  PXB     SYS      X\n"
     )
-    found = read_topology(Facts("a", commands={TOPOLOGY: Answer(0, old)}), [0, 1])
+    found = read_topology(NodeFacts("a", commands={TOPOLOGY: Answer(0, old)}), [0, 1])
     assert found.pairs == {("GPU0", "GPU1"): "NV12"} and found.near_nics == {"GPU0": ["mlx5_0"], "GPU1": []}
     assert parse_vboost(sliders(0, "N/A", 3)) == {0: (0, 4), 2: (3, 4)}
 
@@ -417,7 +417,7 @@ def together_on(name: str, paths: dict[str, str], seconds: float = 60) -> tuple[
 
 def test_what_can_be_measured_is_judged(monkeypatch):
     figures, calls = {"gemm_tflops": [700.0] * 7 + [500.0], "left_out": {"hbm_gb_s": "it said no"}}, []
-    monkeypatch.setattr(multi_node, "measure", lambda *args: calls.append(args) or figures)
+    monkeypatch.setattr(multi_node, "measure_node", lambda *args: calls.append(args) or figures)
     assert together_on("h200_healthy", {}, 8)[0]["GEMM"].state == UNKNOWN  # without time
     assert "gemm_tflops" in together_on("faults/nvidia_smi_hangs", {})[1]["left_out"] and not calls
     found, _ = together_on("h200_healthy", {"data": "~/data", "checkpoints": "gs://b/c", "cache": "/c"})
@@ -452,10 +452,10 @@ def test_nodes_that_differ():
     same = {"driver": "580", "GPUs": "8", "packages": {"jax": "1"}, "network cards": 8, "connected_unix": 100.0}
 
     def compared(at: int, **other) -> tuple[str, str, str]:
-        (fault,) = multi_node.compare(["a", "b", "c"], [same | (other if i == at else {}) for i in range(3)])
+        (fault,) = multi_node.compare_nodes(["a", "b", "c"], [same | (other if i == at else {}) for i in range(3)])
         return fault.name, fault.node, fault.seen
 
-    assert [c.state for c in multi_node.compare(["a", "b", "c"], [same] * 3)] == [OK]
+    assert [c.state for c in multi_node.compare_nodes(["a", "b", "c"], [same] * 3)] == [OK]
     assert compared(1, driver="570") == ("driver of all nodes", "b", "570, others 580")
     assert compared(2, packages={"jax": "2"}) == ("packages of all nodes", "c", "jax 2, others 1")
     name, where, seen = compared(1, connected_unix=163.0)
@@ -509,8 +509,8 @@ def test_a_damaged_recording_is_refused(text, tmp_path, capsys):
 def test_a_slow_disk_of_a_laptop_stops_nothing_and_is_recorded(monkeypatch, tmp_path, capsys):
     """This machine, faked as one without an NVIDIA GPU."""
     slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
-    monkeypatch.setattr(preflight, "read_facts", lambda *_: Facts("laptop", nvml={"error": "not found", "loaded": False}))
-    monkeypatch.setattr(multi_node, "measure", lambda *_: slow)
+    monkeypatch.setattr(preflight, "read_facts", lambda *_: NodeFacts("laptop", nvml={"error": "not found", "loaded": False}))
+    monkeypatch.setattr(multi_node, "measure_node", lambda *_: slow)
     for _ in range(2):  # an earlier recording is overwritten
         assert command.main(["--json", f"--workdir={tmp_path}", f"--record={tmp_path / 'node'}"]) == 0
         found = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}

@@ -66,7 +66,7 @@ def test_kernels_without_an_operation_are_sorted_by_name(tmp_path, monkeypatch):
     assert copied.overlapped_ms == pytest.approx(0.2 / 4), "in one of four steps of devices, beside a matmul"
     assert not [op for op in found.ops if op.label == "Memset"], "after the last step"
     for kernel, kind in (("nvjet_tst_128x256", "matmul"), ("cudnn_fmha_bwd", "attention")):
-        assert profile_program.by_kernel(kernel).kind == kind
+        assert profile_program.kernel_operation(kernel).kind == kind
 
 
 def test_what_is_missing_beside_a_trace_is_missing_in_its_profile_alone(tmp_path, monkeypatch):
@@ -92,7 +92,7 @@ def test_time_at_once_is_divided():
     kinds = {"a": "matmul", "b": "matmul", "c": "communication"}
     operations = {name: Operation(kind, "mlp", "forward", name, "") for name, kind in kinds.items()}
     ran = [(0.0, 10.0, "a"), (6.0, 10.0, "b"), (8.0, 14.0, "c"), (12.0, 12.0, "a")]
-    events = [(profile_trace.Event(start, end, op, op, 0, -1), operations[op]) for start, end, op in ran]
+    events = [(profile_trace.TraceEvent(start, end, op, op, 0, -1), operations[op]) for start, end, op in ran]
     sums = profile_times.divide_time(
         events, [profile_times.Window(0, 0.0, 20.0)], {(0, name): (1.0, 2.0, 3.0) for name in kinds}
     )
@@ -150,7 +150,7 @@ def test_collectives_are_named_after_their_kind_and_axis(tmp_path, monkeypatch):
     (op,) = [op for op in read_gpu(tmp_path, monkeypatch, gpu_space()[0]).ops if op.kind == "communication"]
     assert (op.collective, op.count) == ("all-gather over fsdp", 3)
     named = {"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)": "reduce-scatter", "ncclDevKernel_SendRecv(x)": "", "gemm": ""}
-    assert {kernel: profile_program.by_kernel(kernel).collective for kernel in named} == named
+    assert {kernel: profile_program.kernel_operation(kernel).collective for kernel in named} == named
 
 
 def test_the_page_fetches_nothing(tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_the_page_fetches_nothing(tmp_path, monkeypatch):
 def test_lanes_are_cut_to_the_layer(monkeypatch: pytest.MonkeyPatch):
     """The lanes have one of the loop's three iterations. A matmul stands for attention, and a gather overlaps it."""
     monkeypatch.setitem(layer_schedule.roofline.KIND_OF_WORK, "gemm", "attention")
-    lanes = layer_schedule.read(hlo.parse_hlo(PROGRAM), MESH, parse_topology("h200:2"), sample().rates, 3)
+    lanes = layer_schedule.layer_events(hlo.parse_hlo(PROGRAM), MESH, parse_topology("h200:2"), sample().rates, 3)
     assert set(lanes) == {"forward: computation", "forward: links"}
     (attention,) = [e for e in lanes["forward: computation"] if e.kind == "attention"]
     assert attention.start == 0 and attention.label == "forward mlp/BTD,DF->BTF"

@@ -18,7 +18,7 @@ from jaxtrain.config.hardware import HOST_LIMIT
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import receipt as receipts
 from jaxtrain.metrics.receipt import FORMAT, Receipt, checkout, device_facts, load_receipt, open_run, rates, select_environment
-from jaxtrain.report.receipt import compare, rows
+from jaxtrain.report.receipt import compare_receipts, receipt_rows
 
 RESOLVED = schema.to_dict(schema.RunConfig())
 
@@ -113,7 +113,7 @@ def read_from(saver: str, digest: str = "d" * 64) -> dict[str, Any]:
 
 
 def found_in(a: Path, b: Path) -> list[tuple[str, ...]]:
-    return [tuple(one.values()) for one in compare(open_run(a), open_run(b))[0]]
+    return [tuple(one.values()) for one in compare_receipts(open_run(a), open_run(b))[0]]
 
 
 def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_results_are_compared_bit_for_bit(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["outcomes"][0].items() >= {"a": str(10 / 7), "b": "1.0"}.items()
     for line in (["diff", str(a), str(other)], ["show", str(a)], ["list", str(tmp_path)]):
         assert command.main(line) == 0
-    assert {"rates.step_time_s", "versions.jax", "code.digest"} <= {name for name, _ in rows(open_run(a))}
+    assert {"rates.step_time_s", "versions.jax", "code.digest"} <= {name for name, _ in receipt_rows(open_run(a))}
     told = capsys.readouterr().out
     assert "step 7" in told and "75: SIGTERM" in told and "50.0%" in told
 

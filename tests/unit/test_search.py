@@ -145,7 +145,7 @@ def test_a_refused_own_layout_is_told_and_others_are_searched(inline):
     run = load("mesh.fsdp=3")
     result = find(run)
     assert result.own_problems and all(r != run for r in inline) and result.best and result.best.fits
-    assert "fsdp=3" in printed(lambda console: search_page.show(result, console))
+    assert "fsdp=3" in printed(lambda console: search_page.show_search(result, console))
 
 
 def test_narrower_state_is_tried_where_nothing_fits_with_the_configs(inline):
@@ -153,7 +153,7 @@ def test_narrower_state_is_tried_where_nothing_fits_with_the_configs(inline):
     result = find(run, machine=H200)
     assert result.too_big and result.best.fits
     assert {"dtypes.m=bf16", "dtypes.v=bf16"} <= {*result.best.changes} and inline[0] != run
-    assert "rounded" in printed(lambda console: search_page.show(result, console))
+    assert "rounded" in printed(lambda console: search_page.show_search(result, console))
 
 
 def test_plans_that_are_too_big_lead_to_smaller_ones(inline, monkeypatch):
@@ -172,7 +172,7 @@ def test_plans_that_are_too_big_lead_to_smaller_ones(inline, monkeypatch):
 def test_what_fits_nowhere_is_told_with_what_is_missing(inline):
     result = find(load(file="configs/llama3_405b.py"), machine=H200)
     assert result.best is None and not inline and result.listed == 0 and result.least_gib > result.usable_gib
-    shown = printed(lambda console: search_page.show(result, console))
+    shown = printed(lambda console: search_page.show_search(result, console))
     assert f"{result.least_gib:.1f} GiB" in shown
     tree = json.loads(json.dumps(search_page.to_json(result)))
     assert tree["best"] is None and tree["tried"] == [] and tree["least_gib"] == result.least_gib
@@ -250,7 +250,7 @@ def test_failed_layouts_are_told_apart_from_compiled_ones(monkeypatch):
     failed = [refused("sharding.gather"), search_parallel.PlanOutcome(None, "crashed", "another")]
     planned = search_parallel.PlanOutcome(made(tiny(), TWO, 1.0, 1.0), "planned")
     found = of_outcomes(monkeypatch, *failed, planned)
-    shown = printed(lambda console: search_page.show(found, console))
+    shown = printed(lambda console: search_page.show_search(found, console))
     assert "1 compiled, 2 failed" in shown and shown.count("is wrong") == shown.count("another") == 1
     tree = search_page.to_json(found)
     assert [c["outcome"] for c in tree["tried"]] == ["planned", "refused", "crashed"]
@@ -285,4 +285,4 @@ def show_all(console: Console, found: search.SearchResult) -> None:
     """Print a search as the command does: each plan when it is done, and then all."""
     with search_page.watch(console) as progress:
         progress(found)
-    search_page.show(found, console)
+    search_page.show_search(found, console)

@@ -20,7 +20,7 @@ BUGS = (
     Bug(
         "api: the plans of a search are bare data",
         "jaxtrain/report/search_page.py",
-        "plan=plan.shown(c.outcome.plan)",
+        "plan=plan.plan_report(c.outcome.plan)",
         "plan=c.outcome.plan",
         "unit/test_search.py -k show_themselves",
     ),
