@@ -194,7 +194,7 @@ def repeated(run: RunConfig, gpus: int, remat: Remat) -> Work:
     """Return the work that a remat policy repeats on each GPU in a step."""
     model, tokens = run.model, run.tokens_per_step / gpus / 1e12
     attention = flops.attention(model, run.data.seq_len).causal * model.num_layers
-    attended = attention * (remat.policy != "none" and not {"attention_out", "attention_lse"} <= flops.kept(remat))
+    attended = attention * (remat.policy != "none" and not {"attention_out", "attention_lse"} <= flops.saved_activations(remat))
     matmuls = flops.recompute(model, remat, run.data.seq_len).causal - attended
     return {"fp8" if run.precision == "fp8" else "bf16": matmuls * tokens, "forward": attended * tokens}
 

@@ -39,8 +39,8 @@ from rich.console import Console
 from jaxtrain.config import hardware
 from jaxtrain.config.numbers import number
 from jaxtrain.data import loading
-from jaxtrain.models.activations import kept
-from jaxtrain.models.module import part
+from jaxtrain.models.activations import saved_activations
+from jaxtrain.models.module import select_leaves
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
@@ -103,7 +103,7 @@ def least_bytes(program: Program) -> dict[str, float]:
     narrow = n / tensor  # tokens between blocks: norms and residual stream
     D, F, H, V = m.d_model, m.d_ff / tensor, m.head_dim, m.vocab_size / p.size(p.mesh_axes("vocab"))
     heads = (m.num_heads + m.num_kv_heads) / p.size(p.mesh_axes("heads"))
-    L, have = m.num_layers, kept(run.remat)
+    L, have = m.num_layers, saved_activations(run.remat)
     everything = run.remat.policy == "none"
 
     again = 0 if everything or "residual" in have else 3
@@ -135,7 +135,7 @@ def least_bytes(program: Program) -> dict[str, float]:
 def _weights(program: Program, learnt: bool = False) -> tuple[float, float]:
     """Return (weights of a layer, weights of embedding and head) on a device. learnt: count only trained weights."""
     layer = other = 0.0
-    params = part(program.state.params, program.trained) if learnt else program.state.params
+    params = select_leaves(program.state.params, program.trained) if learnt else program.state.params
     for path, a in jax.tree_util.tree_leaves_with_path(params):
         size = math.prod(a.sharding.shard_shape(a.shape))
         if "layers" in [getattr(k, "key", "") for k in path]:

@@ -258,7 +258,7 @@ class LoudFamily:
 def _family(run: Callable[..., Any]) -> Any:
     """Return the llama model whose layers `run(plan, body, x, layers, shared, kinds)` runs.
 
-    A family must run its layers by one call of remat.Plan.run, with all layers unchanged. The families below break this rule,
+    A family must run its layers by one call of RematPlan.run, with all layers unchanged. The families below break this rule,
     for tests that such a family is refused.
     """
 

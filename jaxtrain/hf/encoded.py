@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.models.stored import LEADING, Stored
+from jaxtrain.models.stored import LEADING, StoredWeight
 from jaxtrain.step.state import Tensors
 
 RECORD = "low_bits"  # key of meta.json
 
 
-def low_bits_record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, Any]:
+def low_bits_record(weights: Mapping[str, StoredWeight], dtype: str, digest: str) -> dict[str, Any]:
     """Return the entry of meta.json.
 
     Args:
@@ -45,13 +45,15 @@ def recorded_digest(meta: Mapping[str, Any]) -> str:
     return meta[RECORD]["digest"] if RECORD in meta else ""
 
 
-def encoded_weights(meta: Mapping[str, Any]) -> dict[str, Stored]:
+def encoded_weights(meta: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """Return how each weight in fewer bits is stored, by its name in checkpoints."""
     out = {}
     for name, entry in meta.get(RECORD, {}).get("weights", {}).items():
         axes = (LEADING[1],) * entry["experts"]
         shape = tuple(entry["shape"])
-        out[name] = Stored(low_bits_format(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), entry["inputs_first"])
+        out[name] = StoredWeight(
+            low_bits_format(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), entry["inputs_first"]
+        )
     return out
 
 
@@ -63,7 +65,7 @@ def decoded_shapes(meta: Mapping[str, Any], stored: Mapping[str, jax.ShapeDtypeS
     return plain | {name: jax.ShapeDtypeStruct(weight.shape, DTYPES[meta[RECORD]["dtype"]]) for name, weight in weights.items()}
 
 
-def decoding_reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) -> Callable[[Tensors], Tensors]:
+def decoding_reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, StoredWeight]) -> Callable[[Tensors], Tensors]:
     """Return a function that reads tensors by the names of `decoded_shapes`. read: reads those of the checkpoint."""
 
     def read_decoded(wanted: Tensors) -> Tensors:
@@ -82,5 +84,5 @@ def decoding_reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, St
 
 
 @functools.cache
-def _decoder(weight: Stored, dtype: jnp.dtype, sharding: Any) -> Any:
+def _decoder(weight: StoredWeight, dtype: jnp.dtype, sharding: Any) -> Any:
     return jax.jit(lambda arrays: weight.decode(arrays, dtype), out_shardings=sharding)

@@ -29,7 +29,7 @@ from jaxtrain.hf.tensor_files import INDEX
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.progress import progress_bar
-from jaxtrain.models.hf_keys import FAMILY, OWN
+from jaxtrain.models.hf_keys import FAMILY, OWN_SECTION
 from jaxtrain.models.hugging_face import RAW, ROPE_TYPES, HuggingFaceError, format_of
 
 SHOWN = 8  # tensors named one by one
@@ -86,7 +86,7 @@ def effective_model(model: schema.Model) -> schema.Model:
     changes |= {"local_rope_base": (model.local_rope_base or model.rope_base) if local else 0.0}
     if local and not model.local_rope_base and model.rope_scaling != "none":
         changes["local_rope_base"] = 0.0  # local layers have scaled frequencies too, which no base expresses
-    keys_by_type = {kind: {row.ours for row in rows.values()} for kind, rows in ROPE_TYPES.items()}
+    keys_by_type = {kind: {row.model_key for row in rows.values()} for kind, rows in ROPE_TYPES.items()}
     without_effect = [*set().union(*keys_by_type.values()) - keys_by_type[model.rope_scaling]]
     without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not model.num_experts)
     without_effect += ["router_groups", "groups_per_token"] * (model.groups_per_token == model.router_groups)
@@ -163,7 +163,7 @@ def export_model(
     special = text.ids_to_write(loaded_tokenizer.bos if loaded_tokenizer else ())
     positions, more = max(run.data.seq_len, source.positions), dict(special)
     if run.own and run.model.outside:
-        more[OWN] = dict(run.own)
+        more[OWN_SECTION] = dict(run.own)
     if raw:
         settings = {"model_type": RAW, "model": dataclasses.asdict(run.model), "max_position_embeddings": positions, **more}
     else:
@@ -224,7 +224,7 @@ def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], sourc
     for name, entry in wanted.items():
         if (shape := tuple(stored[name].shape)) != entry.shape:
             rule = f"{list_names([name])} is {list(shape)}, and {list(entry.shape)} by the FORMAT of model.family = {family!r}"
-            raise HuggingFaceError(f"{source_name}: {rule} ({entry.spec.ours!r}).")
+            raise HuggingFaceError(f"{source_name}: {rule} ({entry.spec.jax_axes!r}).")
 
 
 def write_tensors(

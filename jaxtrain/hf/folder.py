@@ -40,8 +40,8 @@ from jaxtrain.hf.tensor_files import (
     with_scales,
 )
 from jaxtrain.models import hf_keys, rules
-from jaxtrain.models.hf_keys import OWN, Key, Row, Settings
-from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of, is_whole, text_part
+from jaxtrain.models.hf_keys import OWN_SECTION, HfKey, HfRow, Settings
+from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of, is_multimodal, text_config
 
 CONFIG = "config.json"
 # Files of tokenizers of any family.
@@ -164,7 +164,7 @@ class HfFolder:
         """Return the config of a run with this model and tokenizer. dtype: of the weights, f32 | bf16."""
         tree = schema.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
-        tree |= {schema.OWN: self.settings[OWN]} if OWN in self.settings else {}
+        tree |= {schema.OWN: self.settings[OWN_SECTION]} if OWN_SECTION in self.settings else {}
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute())  # also without a tokenizer.json: text is refused then
@@ -281,9 +281,11 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
         rule = f"is a key of other programs' config.json, and {path} has the sections of jaxtrain's configs"
         raise HuggingFaceError(f"--set={next(iter(changes))}: {rule}. Fix: change `model` in {path / CONFIG}.")
     overrides, full_model_type = dict(changes or {}), ""
-    if is_whole({**overrides, **settings}):
+    if is_multimodal({**overrides, **settings}):
         full_model_type = str(settings.get("model_type"))
-        settings = text_part(settings, overrides, str(path / CONFIG), lambda: any(x.endswith(HEAD) for x in list_tensors(path)))
+        settings = text_config(
+            settings, overrides, str(path / CONFIG), lambda: any(x.endswith(HEAD) for x in list_tensors(path))
+        )
     settings |= overrides
     folder = HfFolder(path, settings, model_of(settings, str(path / CONFIG)), full_model_type)
     if not folder.raw and folder.model.mtp_layers and any(path.glob("*.safetensors")):
@@ -316,7 +318,7 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     return _checked_model({"family": family, **layout.read(Settings(settings, path))}, path, layout.keys)
 
 
-def _checked_model(values: Any, path: str, rows: Mapping[str, Row]) -> Model:
+def _checked_model(values: Any, path: str, rows: Mapping[str, HfRow]) -> Model:
     """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have.
 
     rows: the table by which the keys were read, for errors.
@@ -324,8 +326,8 @@ def _checked_model(values: Any, path: str, rows: Mapping[str, Row]) -> Model:
     if not isinstance(values, Mapping):
         raise HuggingFaceError(f"{path}: has no section `model`. Write the folder again: hf export RUN --out=DIR --raw.")
     run, problems = schema.resolve(schema.to_dict(schema.RunConfig()) | {"model": values})
-    if problems := problems or rules.problems_of(run.model):
-        key_names = {f"model.{row.ours}": key for key, row in rows.items() if isinstance(row, Key)}
+    if problems := problems or rules.model_problems(run.model):
+        key_names = {f"model.{row.model_key}": key for key, row in rows.items() if isinstance(row, HfKey)}
         shown = (f"{key_names[p.key]}, which is {p}" if p.key in key_names else str(p) for p in problems)
         raise HuggingFaceError(f"{path}: no run may have this model: {'; '.join(shown)}")
     return run.model

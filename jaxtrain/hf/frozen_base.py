@@ -22,7 +22,7 @@ from jaxtrain.hf.lora import Digest, missing_base_error
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.module import Definition
-from jaxtrain.models.stored import Stored
+from jaxtrain.models.stored import StoredWeight
 from jaxtrain.sharding import Placement
 from jaxtrain.step.state import Tensors, split_layer
 
@@ -36,7 +36,7 @@ class BaseWeight:
     name: str  # in checkpoints
     plain: jax.ShapeDtypeStruct  # as it is read
     arrays: Tensors  # name -> array to store, which is `plain` itself without `stored`
-    stored: Stored | None  # how one layer's weight is stored
+    stored: StoredWeight | None  # how one layer's weight is stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _batches(weights: list[BaseWeight], every: bool = False) -> Iterator[list[Ba
 
 
 @functools.cache
-def _encoder(stored: Stored, home: NamedSharding, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
+def _encoder(stored: StoredWeight, home: NamedSharding, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
     """Return the jitted function from a weight, one layer of it, to (its arrays by name, the relative error).
 
     home: the sharding of the weight. layouts: the sharding of each array. For experts, the error is the mean of theirs. They

@@ -11,7 +11,7 @@ from jaxtrain.hf.importing import Progress, origin_of
 from jaxtrain.hf.model import abstract_state, place_model
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.rules import wrong_base
+from jaxtrain.models.rules import base_problems
 from jaxtrain.step.state import Tensors, abstract_tensors
 
 
@@ -27,7 +27,7 @@ class InBits:
         """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrix for it, or uneven blocks."""
         self._folder, self.format = folder, form
         run = folder.run(folder.dtype)
-        if problems := wrong_base(form, run.model, {}):
+        if problems := base_problems(form, run.model, {}):
             raise ConfigError([dataclasses.replace(problem, key="--dtype") for problem in problems])
         # The frozen base of any adapters.
         run = dataclasses.replace(run, lora=Lora(rank=1, targets="wo", base=form))

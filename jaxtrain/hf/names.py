@@ -50,12 +50,12 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of jaxtrain's tensor."""
-        return self._shape(self.spec.ours)
+        return self._shape(self.spec.jax_axes)
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Return the shape of each Hugging Face tensor in `hf_names`."""
-        return self._shape(SUM.sub("+", self.spec.theirs))
+        return self._shape(SUM.sub("+", self.spec.hf_axes))
 
     def to_jax(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
@@ -77,12 +77,12 @@ class Entry:
 
         out: the result with the tensor's other parts, into which this part is written; None: the other parts are zero.
         """
-        hf_axes, jax_axes = axis_letters(self.spec.alone), axis_letters(self.spec.each)
+        hf_axes, jax_axes = axis_letters(self.spec.unmerged), axis_letters(self.spec.per_tensor)
         array = self._reorder_rotary(
             (x[index] if self.spec.each_expert else x).reshape([self.sizes[a] for a in jax_axes]), jax_axes, inverse=True
         )
         array = array.transpose([jax_axes.index(a) for a in hf_axes])
-        if not self.spec.parts:
+        if not self.spec.sections:
             return contiguous_copy(array).reshape(self.hf_shape)
         merged = np.zeros(self.hf_shape, x.dtype) if out is None else out
         as_integers(self._section_view(merged))[...] = as_integers(array)
@@ -96,23 +96,23 @@ class Entry:
     @property
     def _widths(self) -> list[int]:
         """Return the size of each part along their axis."""
-        return [math.prod(self.sizes[a] for a in axis_letters(axes)) for axes in self.spec.parts]
+        return [math.prod(self.sizes[a] for a in axis_letters(axes)) for axes in self.spec.sections]
 
     def _section_view(self, x: np.ndarray) -> np.ndarray:
         """Return a view of a Hugging Face tensor: the part that is jaxtrain's array, with each axis by itself."""
-        if self.spec.parts:
-            before, after = (axis_letters(axes) for axes in SUM.sub("+", self.spec.theirs).split("+"))
-            start = sum(self._widths[: self.spec.part])
-            within = slice(start, start + self._widths[self.spec.part])
+        if self.spec.sections:
+            before, after = (axis_letters(axes) for axes in SUM.sub("+", self.spec.hf_axes).split("+"))
+            start = sum(self._widths[: self.spec.section])
+            within = slice(start, start + self._widths[self.spec.section])
             x = x.reshape([*(self.sizes[a] for a in before), -1, *(self.sizes[a] for a in after)])
             x = x[(*(slice(None) for _ in before), within)]
-        return x.reshape([self.sizes[a] for a in axis_letters(self.spec.alone)])
+        return x.reshape([self.sizes[a] for a in axis_letters(self.spec.unmerged)])
 
     def _to_jax_layout(self, x: np.ndarray) -> np.ndarray:
         """Return the array of a Hugging Face tensor, reshaped and transposed to jaxtrain's axes."""
-        hf_axes, jax_axes = axis_letters(self.spec.alone), axis_letters(self.spec.each)
+        hf_axes, jax_axes = axis_letters(self.spec.unmerged), axis_letters(self.spec.per_tensor)
         return self._reorder_rotary(self._section_view(x).transpose([hf_axes.index(a) for a in jax_axes]), jax_axes).reshape(
-            self._shape(self.spec.each)
+            self._shape(self.spec.per_tensor)
         )
 
     def _reorder_rotary(self, x: np.ndarray, axes: list[str], inverse: bool = False) -> np.ndarray:
@@ -159,11 +159,13 @@ def model_entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict
     specs: dict[str, HfTensor] = dict(format_of(model.family).tensors)
     sizes = {axis: sum(getattr(model, key) for key in keys) for axis, keys in AXES.items()}
     for name, spec in specs.items():
-        if unknown := [a for a in (*axis_letters(spec.ours), *axis_letters(spec.theirs.replace("+", " "))) if a not in sizes]:
+        if unknown := [
+            a for a in (*axis_letters(spec.jax_axes), *axis_letters(spec.hf_axes.replace("+", " "))) if a not in sizes
+        ]:
             rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes))}"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
-        present = {sibling.part for sibling in specs.values() if sibling.name == spec.name}
-        if lacking := [section for i, section in enumerate(spec.parts) if i not in present]:
+        present = {sibling.section for sibling in specs.values() if sibling.name == spec.name}
+        if lacking := [section for i, section in enumerate(spec.sections) if i not in present]:
             rule = f"{spec.name} has a part ({lacking[0]}) that is no array of jaxtrain"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
     sizes["rotary"] = model.rotary_dim

@@ -28,7 +28,7 @@ from jaxtrain.models import family
 from jaxtrain.models.attention import Shared, layer_kinds
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.module import Definition, Params, filled, names, part
+from jaxtrain.models.module import Definition, Params, leaf_names, replace_leaves, select_leaves
 from jaxtrain.models.moe import no_statistics
 from jaxtrain.models.remat import layer_at
 from jaxtrain.models.transformer import Block, Period, Transformer
@@ -284,24 +284,24 @@ def section_program(definition: Definition, placement: Placement, compute: Compu
     The function's arguments are all weights, the index of the layer in the stack, the part's input, the gradient of what
     `compute` differentiates, tokens, segments and positions.
     """
-    chosen = jax.tree.map(lambda name: name.startswith(weights) and not is_adapter(name), names(definition.abstract))
-    axes, specs = part(definition.axes, chosen), definition.specs(placement)
+    chosen = jax.tree.map(lambda name: name.startswith(weights) and not is_adapter(name), leaf_names(definition.abstract))
+    axes, specs = select_leaves(definition.axes, chosen), definition.specs(placement)
 
     def step(params: Params, index: jax.Array, x: jax.Array, dy: jax.Array, *rows: jax.Array) -> tuple[Any, jax.Array, Params]:
         tokens_BT, segments_BT, positions_BT = rows
         params = {**params, STACK: jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), params[STACK])}
 
         def outputs(subtree: Params, x: jax.Array) -> Outputs:
-            model = definition.bind(filled(params, subtree))
+            model = definition.bind(replace_leaves(params, subtree))
             return compute(model, model.share(segments_BT, positions_BT), x, tokens_BT)
 
-        _, vjp, y = jax.vjp(outputs, part(params, chosen), x, has_aux=True)
+        _, vjp, y = jax.vjp(outputs, select_leaves(params, chosen), x, has_aux=True)
         # All devices have the same tokens, and so equal shares of the loss (sharding.py).
         weight_grads, dx = vjp(dy / placement.mesh.size)
         weight_grads = definition.bind(params).ctx.zero.reduce_gradients(weight_grads, axes)
         return y, all_reduce(dx, placement.all_axes), weight_grads
 
-    return jax.jit(placement.shard_map(step, (specs, *(P(),) * 6), (P(), P(), part(specs, chosen))))
+    return jax.jit(placement.shard_map(step, (specs, *(P(),) * 6), (P(), P(), select_leaves(specs, chosen))))
 
 
 def differences(
@@ -342,14 +342,14 @@ def differences(
         activations = largest_difference(np.concatenate(outputs), y, y - x if i and not last else y)
         gradients = largest_difference(np.concatenate(inputs), dx, dx if last else dx - dy) if i else 0.0
         weight_errors, idle = {}, 0
-        for name, gradient in zip(jax.tree.leaves(names(weight_grads)), jax.tree.leaves(weight_grads), strict=True):
+        for name, gradient in zip(jax.tree.leaves(leaf_names(weight_grads)), jax.tree.leaves(weight_grads), strict=True):
             stacked = name.startswith(f"{STACK}.")
             full = layer_name(PREFIX + name, section.index).removeprefix(PREFIX) if stacked else name
             entry = by_name[PREFIX + ("head" if last and name.startswith("embed") else full)]
             expected = hf_gradient(entry, files)
             error = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - expected)
             weight_errors[full] = ratio(error, np.linalg.norm(expected))
-            if entry.spec.ours.startswith("E ") and name.endswith("down"):
+            if entry.spec.jax_axes.startswith("E ") and name.endswith("down"):
                 idle = int((~expected.reshape(len(expected), -1).any(1)).sum())
         # NaN counts as the largest.
         worst = max(weight_errors, key=lambda name: np.nan_to_num(weight_errors[name], nan=np.inf))

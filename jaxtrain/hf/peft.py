@@ -80,11 +80,11 @@ def adapter_entries(model: Model, rank: int, ranks: Mapping[str, int] = MappingP
         if weight.name.rpartition(".")[2] not in EQUATIONS or ".delta." in weight.name or is_of_experts(weight):
             continue
         outputs, inputs = weight.spec.axes
-        jax_axes = [" ".join(c for c in axis_letters(weight.spec.ours) if c in axes) for axes in (outputs, inputs)]
+        jax_axes = [" ".join(c for c in axis_letters(weight.spec.jax_axes) if c in axes) for axes in (outputs, inputs)]
         layer = MODEL + weight.hf_names[0].removesuffix(".weight")
         sizes = {**weight.sizes, "R": ranks.get(layer.rpartition(".")[2], rank)}
         a = HfTensor(layer + A_NAME, f"{jax_axes[1]} R", f"R {inputs}")
-        b = HfTensor(layer + B_NAME, f"R {jax_axes[0]}", f"{outputs} R", weight.spec.part, weight.spec.interleaved)
+        b = HfTensor(layer + B_NAME, f"R {jax_axes[0]}", f"{outputs} R", weight.spec.section, weight.spec.interleaved)
         out |= _pair(weight.name, a, b, sizes)
     return out
 
@@ -104,7 +104,7 @@ def module_of(tensor: str) -> str:
 
 def is_of_experts(weight: Entry) -> bool:
     """Return whether a weight is that of a layer's experts."""
-    return weight.name.rpartition(".")[2] in FEED_FORWARD and axis_letters(weight.spec.ours)[0] == "E"
+    return weight.name.rpartition(".")[2] in FEED_FORWARD and axis_letters(weight.spec.jax_axes)[0] == "E"
 
 
 def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, int]) -> dict[str, Entry]:
@@ -126,7 +126,7 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
         into = "F" if name == "down" else "D"
         outputs = next(axis for axis in spec.axes[1:] if into not in axis)
         a = HfTensor(MODEL + module + inner + A_NAME, f"E {into} R", f"(E R) {into}")
-        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", spec.part)
+        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", spec.section)
         out |= _pair(weight.name, a, b, {**weight.sizes, "R": ranks[parameter]})
     return out
 
@@ -136,7 +136,7 @@ def module_entries(model: Model, rank: int) -> dict[str, Entry]:
     out: dict[str, Entry] = {}
     for weight in filter(is_of_experts, model_entries(model).values()):
         if weight.spec.each_expert:
-            outputs, inputs = axis_letters(weight.spec.theirs)
+            outputs, inputs = axis_letters(weight.spec.hf_axes)
             a = HfTensor(A_NAME + "{e}", f"E {inputs} R", f"R {inputs}")
             b = HfTensor(B_NAME + "{e}", f"E R {outputs}", f"{outputs} R")
             names = [MODEL + name.removesuffix(".weight") for name in weight.hf_names]
@@ -297,7 +297,7 @@ def read_adapter(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.
         x = entry.to_jax(
             [tensors[hf_name] for hf_name in entry.hf_names], np.dtype("float32"), tuple(slice(None) for _ in entry.shape)
         )
-        if entry.spec.parts and len(entry.hf_names) == 1:
+        if entry.spec.sections and len(entry.hf_names) == 1:
             written[entry.hf_names[0]] = entry.to_hf(x, out=written.get(entry.hf_names[0]))
         module = module_of(entry.hf_names[0])
         names, n = (IN_ORDER, multiple) if name in experts else (fused.get(module, ()), multiples.get(module, 1))

@@ -41,7 +41,7 @@ E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 SMALLEST = 2.0**-125
 
 
-def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def amax_scale(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the scale of tensors whose largest magnitudes are `amax`, f32.
 
     The scale is the smallest power of two above amax / (largest number of `dtype`), but at least SMALLEST. It is 1 if amax
@@ -55,7 +55,7 @@ def scale_of(amax: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def rounded(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def quantize(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return x / scale in `dtype`; `scale` broadcasts against x."""
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
@@ -90,8 +90,8 @@ def encode(w: jax.Array, stacked: bool, over: Sequence[str]) -> Float8:
       over: mesh axes that shard the weight. The scale is computed from all shards.
     """
     amax = jnp.max(jnp.abs(w), axis=tuple(range(int(stacked), w.ndim)))
-    scale = scale_of(jax.lax.pmax(amax, tuple(over)) if over else amax, E4M3)
-    return Float8(to_bits(rounded(w, scale.reshape(scale.shape + (1,) * (w.ndim - stacked)), E4M3)), scale)
+    scale = amax_scale(jax.lax.pmax(amax, tuple(over)) if over else amax, E4M3)
+    return Float8(to_bits(quantize(w, scale.reshape(scale.shape + (1,) * (w.ndim - stacked)), E4M3)), scale)
 
 
 FAST, FULL = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
@@ -231,10 +231,10 @@ def _dot(
 def _forward(x, x_peak, bits, w_scale, gradient, eqn, peaks):
     matmul = _Matrices(eqn)
     xs, ws, y = matmul.letters
-    x_scale = scale_of(jnp.max(jnp.abs(x)), E4M3)
+    x_scale = amax_scale(jnp.max(jnp.abs(x)), E4M3)
     if peaks.before:
         x_scale = checkpoint_name(x_scale, SCALE)
-    x8 = to_bits(rounded(x, x_scale, E4M3))
+    x8 = to_bits(quantize(x, x_scale, E4M3))
     w_KN = matmul.weight(from_bits(bits, E4M3))
     out = multiply(
         matmul.tokens(from_bits(x8, E4M3)), x_scale, w_KN.T if matmul.contracted_first else w_KN, w_scale, x.dtype, FAST
@@ -247,8 +247,8 @@ def _forward(x, x_peak, bits, w_scale, gradient, eqn, peaks):
 def _backward(eqn: str, peaks: Peaks, residuals: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     x8, x_scale, bits, w_scale, like = residuals
     matmul, (dy, y_peak) = _Matrices(eqn), gradients
-    dy_scale = scale_of(y_peak if peaks.after else jnp.max(jnp.abs(dy)), E5M2)
-    dy8 = to_bits(rounded(dy, dy_scale, E5M2))
+    dy_scale = amax_scale(y_peak if peaks.after else jnp.max(jnp.abs(dy)), E5M2)
+    dy8 = to_bits(quantize(dy, dy_scale, E5M2))
     x_MK, dy_MN = matmul.tokens(from_bits(x8, E4M3)), from_bits(dy8, E5M2)
     dy_MN = dy_MN.reshape(x_MK.shape[0], -1)
     w = matmul.weight(from_bits(bits, E4M3))

@@ -17,7 +17,7 @@ ROWS = 64  # of a warpgroup's matmul
 COMPUTING = 2  # warpgroups that compute; the one after them loads
 GROUPS = "warpgroup"  # the axis of warpgroups
 # Registers of a computing and of a loading thread, multiples of 8: a multiprocessor has 65,536 for 3 x 128 threads.
-MUCH, LITTLE = 240, 24
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24
 
 
 class Slots(NamedTuple):
@@ -76,14 +76,14 @@ def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], p
 
     @pl.when(warpgroup < COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(MUCH, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         for pipeline in pipelines:
             pipeline.each(plgpu.barrier_arrive)
         compute(warpgroup)
 
     @pl.when(warpgroup == COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(LITTLE, action="decrease")
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
         load()
         for pipeline in pipelines:
             pipeline.each(plgpu.barrier_wait)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.kernels.fp8 import E4M3, SMALLEST, from_bits, rounded, to_bits
+from jaxtrain.kernels.fp8 import E4M3, SMALLEST, from_bits, quantize, to_bits
 
 FORMATS = ("fp8", "nf4", "mxfp4")
 BLOCK = {"nf4": 64, "mxfp4": 32}  # inputs that share a scale
@@ -118,7 +118,7 @@ def encode(w: jax.Array, fmt: str, inputs_first: bool) -> dict[str, jax.Array]:
     if fmt == "fp8":
         amax = _largest(w, axis)
         scale = jnp.where(amax == 0, 1.0, jnp.maximum(amax * (1 / float(jnp.finfo(E4M3).max)), SMALLEST))
-        return {"bits": to_bits(rounded(w, jnp.expand_dims(scale, axis), E4M3)), "scale": scale}
+        return {"bits": to_bits(quantize(w, jnp.expand_dims(scale, axis), E4M3)), "scale": scale}
     blocks = _split(w, BLOCK[fmt], inputs_first)
     amax = _largest(blocks, axis)
     if fmt == "nf4":
@@ -164,7 +164,7 @@ def decode(
     return (values * jnp.expand_dims(scale, axis)).reshape(shape).astype(dtype)
 
 
-def error(w: jax.Array, arrays: dict[str, jax.Array], fmt: str, inputs_first: bool) -> jax.Array:
+def relative_error(w: jax.Array, arrays: dict[str, jax.Array], fmt: str, inputs_first: bool) -> jax.Array:
     """Return the root-mean-square error of a whole weight relative to its root mean square, f32 (); 0 for a weight of zeros."""
 
     def mean_square(x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ class Numerics:
     adapters: jnp.dtype = DTYPES["f32"]  # master weights of adapters
 
     @classmethod
-    def of(cls, dtypes: StepDtypes) -> "Numerics":
+    def from_dtypes(cls, dtypes: StepDtypes) -> "Numerics":
         """Return the dtypes of a layout."""
         return cls(**{f.name: DTYPES[getattr(dtypes, f.name)] for f in dataclasses.fields(cls)})
 

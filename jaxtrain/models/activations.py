@@ -45,7 +45,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "mlp_up": ("batch", "sequence", "mlp"),
     "mlp_down": ("batch", "residual", None),
 }
-PLACES = ("keep", "offload", "recompute")
+ACTIONS = ("keep", "offload", "recompute")
 
 GEMM_OUTPUTS = ("q", "k", "v", "attention_gate", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
 
@@ -53,7 +53,7 @@ LATENTS = ("q_latent", "kv_latent")  # only in multi-head latent attention
 
 # Policy -> the activations that it saves. "none" also saves activations without a name, but no gathered weights. remat.tensors
 # lists the activations of "custom".
-KEPT = {
+SAVED = {
     "none": tuple(ACTIVATIONS),
     "full": (),
     "dots": (*LATENTS, *GEMM_OUTPUTS),
@@ -77,9 +77,9 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
             problems.append(
                 Problem("remat.tensors", item, f"no activation is named {name!r}", suggest(name, list(ACTIVATIONS)))
             )
-        elif action not in PLACES:
+        elif action not in ACTIONS:
             problems.append(
-                Problem("remat.tensors", item, f"{action!r} is not keep, offload or recompute", suggest(action, list(PLACES)))
+                Problem("remat.tensors", item, f"{action!r} is not keep, offload or recompute", suggest(action, list(ACTIONS)))
             )
         elif name in actions:
             problems.append(Problem("remat.tensors", item, f"{name!r} is named twice", "Keep one of them."))
@@ -88,7 +88,7 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
     return actions, problems
 
 
-def kept(remat: Remat) -> frozenset[str]:
+def saved_activations(remat: Remat) -> frozenset[str]:
     """Return the activations that the policy saves for the backward pass, on the device or on the host.
 
     For policy "auto", return all activations that it may save.
@@ -96,4 +96,4 @@ def kept(remat: Remat) -> frozenset[str]:
     if remat.policy == "custom":
         actions, _ = parse_tensors(remat.tensors)
         return frozenset(name for name, action in actions.items() if action != "recompute")
-    return frozenset(KEPT[remat.policy])
+    return frozenset(SAVED[remat.policy])

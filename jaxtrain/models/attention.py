@@ -102,12 +102,12 @@ class Shared(NamedTuple):
     real_BT: Any  # bool, False for padding; None if the model does not use it
     segments_BT: Any = None  # of all tokens of a sequence, also those on other devices; None without delta nets
 
-    def where(self, valid: jax.Array | bool) -> "Shared":
+    def with_valid(self, valid: jax.Array | bool) -> "Shared":
         """Return a copy. If `valid`, bool (), is False, its `real_BT` is False, so that no expert processes the tokens."""
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 
 
-def tables_of(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
     """Return the rotary tables of a kind of layer."""
     if len(shared.rotary) == 1:
         return shared.rotary[0]
@@ -117,7 +117,7 @@ def tables_of(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
     return cos, sin
 
 
-def appended(cache: Any, new: Any, at: jax.Array) -> Any:
+def update_cache(cache: Any, new: Any, at: jax.Array) -> Any:
     """Return a layer's cached arrays, (B, S, ...) each, with the arrays `new` of T tokens written from index `at` on."""
     return tuple(
         jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), at, axis=1) for old, x in zip(cache, new, strict=True)
@@ -188,12 +188,12 @@ class Attention(nnx.Module):
         # Kernels divide scores by the root of head_dim.
         scale = model.attn_logit_scale * math.sqrt(model.head_dim) if model.attn_logit_scale else 1.0
         with jax.named_scope("rope"):
-            cos, sin = tables_of(shared, kind)
+            cos, sin = rotary_tables(shared, kind)
             q = checkpoint_name(rope.rotate(q, cos, sin, scale), "q")
             k = checkpoint_name(rope.rotate(k, cos, sin), "k")
         v = checkpoint_name(v, "v")
         if cache is not None:
-            cache = k, v = appended(cache, (k, v), shared.write_at)
+            cache = k, v = update_cache(cache, (k, v), shared.write_at)
         o_BTNH = self.kernel(q, k, v, shared.prepared, kind, self.sinks[...] if model.attention_sinks else None)
         if model.attention_gate:
             gate_BTNH = self.lora("wg", x_BTD, dot("BTD,DNH->BTNH", x_BTD, self.wg.get_value(), numerics))
@@ -263,7 +263,7 @@ def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, 
     return ((model.num_kv_heads * kv_copies(model, placement), model.head_dim),) * 2, "kv_heads"
 
 
-def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
+def shared_arrays(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None = None) -> Shared:
     """Return the arrays that all layers share. write_at: the cache index of the first new token; None without a cache."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None

@@ -21,7 +21,7 @@ A token of a model with E experts goes through k of them, and through the shared
 
 The first layers without experts (model.dense_layers) have 2 * 3 D times their own width. MFU counts these active FLOPs only,
 for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes padding of buffers.
-These FLOPs are in HFU only (`beyond`).
+These FLOPs are in HFU only (`hfu_extra`).
 
 A family from outside the package may have other layers: step/model_flops.py counts or asks.
 
@@ -55,7 +55,7 @@ from jaxtrain.config.schema import FEED_FORWARD, Lora, Mesh, Model, Moe, Remat, 
 from jaxtrain.config.shapes import DELTA_CHUNK, FIRST_ROUND
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import windows
-from jaxtrain.models.activations import kept
+from jaxtrain.models.activations import saved_activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +295,7 @@ def newton_schulz(model: Model) -> float:
     )
 
 
-def learns(lora: Lora, train: Train, name: str) -> bool:
+def is_trained(lora: Lora, train: Train, name: str) -> bool:
     """Return whether a parameter of the model is trained; False with adapters. name: without layer numbers."""
     return not lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in split_items(train.freeze))
 
@@ -303,13 +303,15 @@ def learns(lora: Lora, train: Train, name: str) -> bool:
 def differentiates_layers(model: Model, lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the layers; False if all weights in and below the layers are frozen."""
     below = (*_BELOW, *_DELTA_WEIGHTS) if model.delta_layers else _BELOW
-    return lora.rank > 0 or any(learns(lora, train, name) for name in below)
+    return lora.rank > 0 or any(is_trained(lora, train, name) for name in below)
 
 
 def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the modules of multi-token prediction."""
     names = [name for name in by_weight(model) if name.startswith("mtp.")]
-    return differentiates_layers(model, lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
+    return differentiates_layers(model, lora, train) or any(
+        is_trained(lora, train, name) for name in ("final_norm.scale", *names)
+    )
 
 
 def _adapter_flops(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple[str, float, float]]:
@@ -338,7 +340,7 @@ def adapters(model: Model, lora: Lora, rows: float = 0.0, rank: int = 0) -> floa
 
     Args:
       rows: of the adapters of experts (`shared_rows`), as in `products`.
-      rank: of the adapters of experts, as computed (support.padded); 0: lora.rank.
+      rank: of the adapters of experts, as computed (support.padded_rank); 0: lora.rank.
     """
     return sum(a_flops + b_flops for _, a_flops, b_flops in _adapter_flops(model, lora, rows, rank))
 
@@ -352,8 +354,8 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
     layer.
     """
     m, settings, everything = model, (lora, train), per_token(model, seq_len)
-    saved = sum(cost for name, cost in by_weight(m).items() if not learns(*settings, name))
-    saved += 0 if learns(*settings, "embed.embedding" if m.tied_head else "head") else heads(m)
+    saved = sum(cost for name, cost in by_weight(m).items() if not is_trained(*settings, name))
+    saved += 0 if is_trained(*settings, "embed.embedding" if m.tied_head else "head") else heads(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(m, lora) - saved)
     if differentiates_layers(m, *settings):
         return total
@@ -365,7 +367,7 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
     within = forward(main, seq_len) + Flops(-head, -head)
     through = within + mixing(m, seq_len)  # its backward pass has gradients of activations only
     to_norm = (
-        0 if learns(*settings, "final_norm.scale") else head
+        0 if is_trained(*settings, "final_norm.scale") else head
     )  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
@@ -376,12 +378,12 @@ def head(model: Model, lora: Lora, train: Train) -> float:
     These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
     """
     main_head = heads(dataclasses.replace(model, mtp_layers=0))
-    wanted = differentiates_layers(model, lora, train) or learns(lora, train, "final_norm.scale")
-    weight = learns(lora, train, "embed.embedding" if model.tied_head else "head")
+    wanted = differentiates_layers(model, lora, train) or is_trained(lora, train, "final_norm.scale")
+    weight = is_trained(lora, train, "embed.embedding" if model.tied_head else "head")
     return main_head * (1 + wanted + weight + model.mtp_layers * (1 + passes_mtp(model, lora, train) + weight))
 
 
-def beyond(run: RunConfig) -> Flops:
+def hfu_extra(run: RunConfig) -> Flops:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
     These FLOPs are recomputation by remat, the chunked form of delta rules, the second forward matmul of the head for a loss of
@@ -391,18 +393,22 @@ def beyond(run: RunConfig) -> Flops:
     m, back = run.model, differentiates_layers(run.model, run.lora, run.train)
     rows = expert_rows(m, run.moe, run.mesh)
     even = (
-        run.lora.experts == "shared" or run.moe.capacity_factor or support.alone(run.moe.impl, m.num_experts, run.mesh.expert)
+        run.lora.experts == "shared"
+        or run.moe.capacity_factor
+        or support.single_expert(run.moe.impl, m.num_experts, run.mesh.expert)
     )
-    rank = 0 if even else support.padded(run.moe.impl, run.compute == "f32", run.lora.rank)
+    rank = 0 if even else support.padded_rank(run.moe.impl, run.compute == "f32", run.lora.rank)
     adapter_args = shared_rows(run, rows), rank
-    passes = 1 + back * (1 + learns(run.lora, run.train, "layers.mlp.gate"))  # backward: gradients of activations and weights
+    passes = 1 + back * (
+        1 + is_trained(run.lora, run.train, "layers.mlp.gate")
+    )  # backward: gradients of activations and weights
     linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *adapter_args) - adapters(m, run.lora))
     linear += 2.0 * m.d_model * m.vocab_size * run.loss.is_pairwise
     once, _, backward = chunked_rule(m, run.data.seq_len) if m.delta_layers else (0.0,) * 3
     linear += m.delta_layers * (once + backward * back - delta_rule(m) * (1 + 2 * back))
     if not back:
         return Flops(linear, linear)
-    linear += recomputed_adapters(m, run.lora, run.remat, *adapter_args)
+    linear += recompute_adapters(m, run.lora, run.remat, *adapter_args)
     return recompute(m, run.remat, run.data.seq_len, rows) + Flops(linear, linear)
 
 
@@ -414,7 +420,7 @@ def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
     device has one expert and moe.impl is auto. Then the dense matmul of a device covers its whole buffer
     (kernels/experts/feed_forward.py). Otherwise the factor is 1.
     """
-    factor = moe.capacity_factor or (FIRST_ROUND if support.alone(moe.impl, model.num_experts, mesh.expert) else 1.0)
+    factor = moe.capacity_factor or (FIRST_ROUND if support.single_expert(moe.impl, model.num_experts, mesh.expert) else 1.0)
     return min(model.experts_per_token * factor, model.num_experts)
 
 
@@ -429,7 +435,7 @@ def shared_rows(run: RunConfig, rows: float) -> float:
 
 def _recompute_results(model: Model, remat: Remat, delta: bool = False) -> list[str]:
     """Return the results of matmuls that `recompute` counts in every layer. delta: in layers with a gated delta net."""
-    saved = kept(remat)
+    saved = saved_activations(remat)
     usable = saved - {"q", "k"} if model.qk_norm and not delta and remat.policy != "dots" else saved
     names = ("q", "k", "v", "q_latent", "kv_latent", "attention_gate", "mlp_gate", "mlp_up")
     recomputed = [name for name in names if name not in usable]
@@ -439,7 +445,7 @@ def _recompute_results(model: Model, remat: Remat, delta: bool = False) -> list[
     return recomputed
 
 
-def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.0, rank: int = 0) -> float:
+def recompute_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.0, rank: int = 0) -> float:
     """Return the FLOPs per token of adapters that the remat policy recomputes. rows, rank: as in `adapters`.
 
     The results of all matrices a have no name, and their b's are recomputed with the results that they are added to. down's b
@@ -476,7 +482,7 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     """
     if remat.policy == "none":
         return Flops(0.0, 0.0)
-    saved, recomputed = kept(remat), _recompute_results(model, remat)
+    saved, recomputed = saved_activations(remat), _recompute_results(model, remat)
 
     def linear(cost: dict[str, float], count: int, every: int, recomputed: list[str] = recomputed) -> float:
         all_layers = count * sum(cost.get(name, 0.0) for name in recomputed)
@@ -502,7 +508,7 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) -> float | None:
     """Return FLOPs per token x tokens per second of one device, as a fraction of the device's dense peak (TFLOP/s).
 
-    With the FLOPs of `training`, the result is MFU; with those of `training` and `beyond`, it is HFU. None if the peak is
+    With the FLOPs of `training`, the result is MFU; with those of `training` and `hfu_extra`, it is HFU. None if the peak is
     unknown (None or 0).
     """
     if not peak_tflops:

@@ -1,4 +1,4 @@
-"""How keys of a Hugging Face config.json are read and written: by tables, each key with its `Row`. Imports no jax."""
+"""How keys of a Hugging Face config.json are read and written: by tables, each key with its `HfRow`. Imports no jax."""
 
 import abc
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import Model
 
-OWN = "jaxtrain_own"  # key of config.json with the section `own` of a config
+OWN_SECTION = "jaxtrain_own"  # key of config.json with the section `own` of a config
 FAMILY = "jaxtrain_family"  # key of config.json with a family from outside the package, package.module:name
 # Keys without effect on the logits: keys for training, for transformers itself, and of tools.
 WITHOUT_EFFECT = frozenset(
@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset(
         *("is_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "finetuning_task", "num_labels"),
         *("task_specific_params", "tokenizer_class", "processor_class", "prefix", "sep_token_id", "decoder_start_token_id"),
         *("gradient_checkpointing", "loss_type", "_commit_hash", "max_sequence_length", "model_max_length"),
-        *("tie_last_hidden_states", "is_llama_config", FAMILY, OWN),
+        *("tie_last_hidden_states", "is_llama_config", FAMILY, OWN_SECTION),
     )
 )
 PREFIXES = ("unsloth_",)  # of further keys without effect
@@ -59,14 +59,14 @@ NEUTRAL = {
 }
 # fmt: on
 REQUIRED: Any = object()  # in place of a default
-Given = Mapping[str, Any]
+HfConfig = Mapping[str, Any]
 
 
 class HuggingFaceError(ValueError):
     """An unsupported Hugging Face folder, or a model without a Hugging Face format. The message names the key or tensor."""
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """The values that a key may have.
 
     Attributes:
@@ -76,36 +76,36 @@ class Kind(NamedTuple):
     """
 
     rule: str
-    allows: Callable[[Any, Given], bool]
+    allows: Callable[[Any, HfConfig], bool]
     fix: Any = REQUIRED
 
 
-ANY = Kind("", lambda x, _: True)
-WHOLE = Kind("must be a whole number above 0", lambda x, _: type(x) is int and x > 0)
-LAYERS = Kind("must be a whole number from 1 to 10,000", lambda x, _: type(x) is int and 0 < x <= 10_000)
-INT32 = Kind("must be a whole number from 1 to 2^31 - 1", lambda x, _: type(x) is int and 0 < x < 2**31)
-COUNT = Kind("must be a whole number", lambda x, _: type(x) is int and x >= 0)
-NUMBER = Kind("must be a finite number", lambda x, _: type(x) in (int, float) and abs(x) <= sys.float_info.max)
-ABOVE_0 = Kind("must be a finite number above 0", lambda x, _: NUMBER.allows(x, _) and x > 0)
-FLAG = Kind("must be true or false", lambda x, _: isinstance(x, bool))
-OBJECT = Kind("must be an object of JSON, or null", lambda x, _: isinstance(x, dict))
+ANY = ValueKind("", lambda x, _: True)
+POSITIVE = ValueKind("must be a whole number above 0", lambda x, _: type(x) is int and x > 0)
+LAYERS = ValueKind("must be a whole number from 1 to 10,000", lambda x, _: type(x) is int and 0 < x <= 10_000)
+INT32 = ValueKind("must be a whole number from 1 to 2^31 - 1", lambda x, _: type(x) is int and 0 < x < 2**31)
+COUNT = ValueKind("must be a whole number", lambda x, _: type(x) is int and x >= 0)
+NUMBER = ValueKind("must be a finite number", lambda x, _: type(x) in (int, float) and abs(x) <= sys.float_info.max)
+ABOVE_0 = ValueKind("must be a finite number above 0", lambda x, _: NUMBER.allows(x, _) and x > 0)
+FLAG = ValueKind("must be true or false", lambda x, _: isinstance(x, bool))
+OBJECT = ValueKind("must be an object of JSON, or null", lambda x, _: isinstance(x, dict))
 
 
 class Settings:
     """A config.json during reading: every key that is read is removed, so that unknown keys remain."""
 
-    def __init__(self, values: Given, path: str = "config.json"):
+    def __init__(self, values: HfConfig, path: str = "config.json"):
         self.path = path
-        self.given = types.MappingProxyType(dict(values))
+        self.hf_config = types.MappingProxyType(dict(values))
         self._remaining = dict(values)
 
-    def take(self, key: str, kind: Kind = ANY, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
+    def take(self, key: str, kind: ValueKind = ANY, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
         """Return the value of a key.
 
         Args:
             key: the key.
             kind: the kind of its values other than `default` and `null`.
-            default: the value if the key is missing; a function returns it from `given`. REQUIRED: the key may not be missing.
+            default: the value if the key is missing, or a function of `hf_config`. REQUIRED: the key may not be missing.
             null: the value that null stands for. REQUIRED: `default`.
 
         Raises:
@@ -115,7 +115,7 @@ class Settings:
         stands_for = value is None
         if stands_for:
             value = default if key not in self._remaining or null is REQUIRED else null
-            value = value(self.given) if callable(value) else value
+            value = value(self.hf_config) if callable(value) else value
         self._remaining.pop(key, None)
         if value is REQUIRED:
             more = "" if null is REQUIRED else " (null: without)"
@@ -123,7 +123,7 @@ class Settings:
             is_section = not self.path.endswith("config.json")
             fix = "Add it, with what the model was trained with." if is_section else fix
             raise HuggingFaceError(f"{self.path}: no key {key!r}. {fix}")
-        if not stands_for and not kind.allows(value, self.given):
+        if not stands_for and not kind.allows(value, self.hf_config):
             fix = "" if kind.fix is REQUIRED else f" Fix: {import_with(self.path, f'{key}={json.dumps(kind.fix)}')}."
             raise HuggingFaceError(f"{self.path}: {key} = {value!r:.200}: {kind.rule}.{fix}")
         return value
@@ -152,7 +152,7 @@ def import_with(path: str, *changes: str) -> str:
     return to_run_sh(f"python -m jaxtrain hf import {folder} --out=RUN {options}; then use RUN")
 
 
-class Row(abc.ABC):
+class HfRow(abc.ABC):
     """A row of a table: how a key of config.json is read and written, perhaps with further keys."""
 
     @abc.abstractmethod
@@ -165,69 +165,69 @@ class Row(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Key(Row):
+class HfKey(HfRow):
     """A key that has the meaning of one key of config.Model, or none there.
 
     Attributes:
-        ours: the key of config.Model; "": the value is checked, and not used.
+        model_key: the key of config.Model; "": the value is checked, and not used.
         kind, default, null: as in `Settings.take`. An export of a model with the value `null` has null.
-        to_ours: returns the value of config.Model from that of config.json, and all of config.json.
-        to_theirs: returns the value of config.json from the model. None: the value of `ours`; without `ours` none is written.
+        to_model: returns the value of config.Model from that of config.json, and all of config.json.
+        to_hf: returns the value of config.json from the model. None: the value of `model_key`; without it none is written.
         written: whether an export has the key.
     """
 
-    ours: str = ""
-    kind: Kind = WHOLE
+    model_key: str = ""
+    kind: ValueKind = POSITIVE
     default: Any = REQUIRED
     null: Any = REQUIRED
-    to_ours: Callable[[Any, Given], Any] = lambda value, _: value
-    to_theirs: Callable[[Model], Any] | None = None
+    to_model: Callable[[Any, HfConfig], Any] = lambda value, _: value
+    to_hf: Callable[[Model], Any] | None = None
     written: bool = True
 
     def read(self, settings: Settings, key: str) -> dict[str, Any]:
         value = settings.take(key, self.kind, self.default, self.null)
-        return {self.ours: self.to_ours(value, settings.given)} if self.ours else {}
+        return {self.model_key: self.to_model(value, settings.hf_config)} if self.model_key else {}
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
-        if not self.written or not (self.ours or self.to_theirs):
+        if not self.written or not (self.model_key or self.to_hf):
             return {}
-        value = self.to_theirs(model) if self.to_theirs else getattr(model, self.ours)
+        value = self.to_hf(model) if self.to_hf else getattr(model, self.model_key)
         return {key: None if value == self.null else value}
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags(Row):
+class Flags(HfRow):
     """A flag that sets several flags of config.Model; false if it is missing."""
 
-    ours: tuple[str, ...]
+    model_keys: tuple[str, ...]
 
     def read(self, settings: Settings, key: str) -> dict[str, Any]:
-        return dict.fromkeys(self.ours, settings.take(key, FLAG, False))
+        return dict.fromkeys(self.model_keys, settings.take(key, FLAG, False))
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
-        return {key: getattr(model, self.ours[0])}
+        return {key: getattr(model, self.model_keys[0])}
 
 
-def only(value: Any, why: str, written: bool = True, fix: Any = REQUIRED) -> Key:
-    """Return the row of a key that must have one value, or be missing. why: the error's reason. fix: as in `Kind`."""
-    kind = Kind(why, lambda x, _: x == value, fix)
-    return Key("", kind, None, to_theirs=lambda model: value, written=written)
+def only(value: Any, why: str, written: bool = True, fix: Any = REQUIRED) -> HfKey:
+    """Return the row of a key that must have one value, or be missing. why: the error's reason. fix: as in `ValueKind`."""
+    kind = ValueKind(why, lambda x, _: x == value, fix)
+    return HfKey("", kind, None, to_hf=lambda model: value, written=written)
 
 
-def same(keys: str, value: Callable[[Given], Any]) -> Key:
+def alias(keys: str, value: Callable[[HfConfig], Any]) -> HfKey:
     """Return the row of a second key with the meaning of others. keys: these others. value: returns what they say."""
-    return Key(
+    return HfKey(
         "",
-        Kind(f"is not {keys}, and both mean the same. Remove the wrong one", lambda x, hf_config: x == value(hf_config)),
+        ValueKind(f"is not {keys}, and both mean the same. Remove the wrong one", lambda x, hf_config: x == value(hf_config)),
         None,
     )
 
 
-def read_rows(rows: Mapping[str, Row], settings: Settings) -> dict[str, Any]:
+def read_rows(rows: Mapping[str, HfRow], settings: Settings) -> dict[str, Any]:
     """Return keys of config.Model, from config.json. Raises HuggingFaceError for a value that jaxtrain does not support."""
     return {model_key: value for key, row in rows.items() for model_key, value in row.read(settings, key).items()}
 
 
-def write_rows(rows: Mapping[str, Row], model: Model) -> dict[str, Any]:
+def write_rows(rows: Mapping[str, HfRow], model: Model) -> dict[str, Any]:
     """Return keys of config.json. Settings of the model without a key in the table are lost."""
     return {hf_key: value for key, row in rows.items() for hf_key, value in row.write(model, key).items()}

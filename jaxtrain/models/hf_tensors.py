@@ -45,20 +45,20 @@ class HfTensor:
     Attributes:
         name: with {i} for the layer, and {e} for the expert if each expert has its own tensor. jaxtrain's array holds all
             experts along its first axis, E.
-        ours: axes of jaxtrain's array.
-        theirs: axes of the checkpoint's tensor.
-        part: the index of jaxtrain's array among the tensor's parts.
-        interleaved: the axis of `ours` whose rotated dimensions are interleaved pairs in the checkpoint: the last dimensions
-            of latent attention's axes, and the first ones of others.
+        jax_axes: axes of jaxtrain's array.
+        hf_axes: axes of the checkpoint's tensor.
+        section: the index of jaxtrain's array among the tensor's parts.
+        interleaved: the axis of `jax_axes` whose rotated dimensions are interleaved pairs in the checkpoint: the last
+            dimensions of latent attention's axes, and the first ones of others.
         exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
         parameter: the name in transformers 5's model and in what it saves with save_original_format=False, if it is another.
         copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
 
     name: str
-    ours: str
-    theirs: str
-    part: int = 0
+    jax_axes: str
+    hf_axes: str
+    section: int = 0
     interleaved: str = ""
     exact: bool = False
     parameter: str = ""
@@ -70,25 +70,25 @@ class HfTensor:
         return "{e}" in self.name
 
     @property
-    def each(self) -> str:
+    def per_tensor(self) -> str:
         """Return the axes of one checkpoint tensor in jaxtrain's order: without E if each expert has its own tensor."""
-        return self.ours.removeprefix("E ") if self.each_expert else self.ours
+        return self.jax_axes.removeprefix("E ") if self.each_expert else self.jax_axes
 
     @property
-    def parts(self) -> list[str]:
+    def sections(self) -> list[str]:
         """Return the axes of each part, such as N H; [] if the tensor holds one array."""
-        match = SUM.search(self.theirs)
+        match = SUM.search(self.hf_axes)
         return [axes.strip() for axes in match[1].split("+")] if match else []
 
     @property
-    def alone(self) -> str:
+    def unmerged(self) -> str:
         """Return the axes of a tensor that would hold jaxtrain's array alone."""
-        return SUM.sub(lambda _: f"({self.parts[self.part]})", self.theirs)
+        return SUM.sub(lambda _: f"({self.sections[self.section]})", self.hf_axes)
 
     @property
     def axes(self) -> list[str]:
-        """Return each axis of the checkpoint's tensor, as in `theirs`."""
-        return re.findall(r"\((?:[^()]|\([^()]*\))*\)|\S+", self.theirs)
+        """Return each axis of the checkpoint's tensor, as in `hf_axes`."""
+        return re.findall(r"\((?:[^()]|\([^()]*\))*\)|\S+", self.hf_axes)
 
 
 # Tensors of all families. A model with model.tied_head has no head.

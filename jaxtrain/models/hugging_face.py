@@ -25,19 +25,19 @@ from jaxtrain.models.hf_keys import (
     LAYERS,
     NUMBER,
     OBJECT,
+    POSITIVE,
     REQUIRED,
-    WHOLE,
     Flags,
-    Given,
+    HfConfig,
+    HfKey,
+    HfRow,
     HuggingFaceError,
-    Key,
-    Kind,
-    Row,
     Settings,
+    ValueKind,
+    alias,
     import_with,
     only,
     read_rows,
-    same,
     write_rows,
 )
 from jaxtrain.models.hf_tensors import HfTensor
@@ -48,22 +48,22 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 PARTIAL = "partial_rotary_factor"  # the key of config.json and of config.Model
 TEXT = "text_config"  # key of the config.json of a model that also sees or hears: the config.json of its text part
 # Keys beside TEXT that count for the text part.
-OF_WHOLE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+TOP_LEVEL_KEYS = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 GENERATES = ("ForConditionalGeneration", "ForCausalLM")  # suffixes of classes with a language model's head
 
 
 # ---- Rotary embeddings
 
 
-FACTOR = {"factor": Key("rope_factor", NUMBER)}
-ORIGINAL = {"original_max_position_embeddings": Key("rope_original_len")}
+FACTOR = {"factor": HfKey("rope_factor", NUMBER)}
+ORIGINAL = {"original_max_position_embeddings": HfKey("rope_original_len")}
 # model.rope_scaling -> the keys of this rope_type; that of none is default.
-ROPE_TYPES: dict[str, dict[str, Key]] = {
+ROPE_TYPES: dict[str, dict[str, HfKey]] = {
     "none": {},
     "llama3": {
         **FACTOR,
-        "low_freq_factor": Key("rope_low_freq", NUMBER),
-        "high_freq_factor": Key("rope_high_freq", NUMBER),
+        "low_freq_factor": HfKey("rope_low_freq", NUMBER),
+        "high_freq_factor": HfKey("rope_high_freq", NUMBER),
         **ORIGINAL,
     },
     "linear": {**FACTOR},
@@ -71,36 +71,36 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **FACTOR,
         **ORIGINAL,
         # transformers also reads 0 as the default.
-        "beta_fast": Key("rope_beta_fast", NUMBER, 32.0, to_ours=lambda value, _: value or 32.0),
-        "beta_slow": Key("rope_beta_slow", NUMBER, 1.0, to_ours=lambda value, _: value or 1.0),
-        "truncate": Key("rope_truncate", FLAG, True),
-        **{key: Key(f"rope_{key}", NUMBER, 0.0, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")},
+        "beta_fast": HfKey("rope_beta_fast", NUMBER, 32.0, to_model=lambda value, _: value or 32.0),
+        "beta_slow": HfKey("rope_beta_slow", NUMBER, 1.0, to_model=lambda value, _: value or 1.0),
+        "truncate": HfKey("rope_truncate", FLAG, True),
+        **{key: HfKey(f"rope_{key}", NUMBER, 0.0, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")},
     },
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope(Row):
+class Rope(HfRow):
     """The rotary settings in both forms.
 
     Attributes:
         local: transformers 4's key with the base of layers with a sliding window, whose frequencies are not scaled. "": all
             layers have the same.
-        known: the values of rope_type.
+        rope_types: the values of rope_type.
         partial: the part of each head that is rotated, without the key for it; 0: whole heads always.
-        part: returns the part outside of the other settings, or None.
+        fraction: returns the part outside of the other settings, or None.
     """
 
     local: str = ""
-    known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
+    rope_types: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
     partial: float = 0.0
-    part: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
+    fraction: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
 
     def read(self, settings: Settings, key: str) -> dict[str, Any]:
         base = settings.take(self.local, default=None) if self.local else None
-        old = {"rope_theta": settings.given.get("rope_theta"), **settings.take("rope_scaling", OBJECT, {})}
+        old = {"rope_theta": settings.hf_config.get("rope_theta"), **settings.take("rope_scaling", OBJECT, {})}
         if self.partial:
-            old = {PARTIAL: self.part(settings), **old}
+            old = {PARTIAL: self.fraction(settings), **old}
         new = settings.take(key, OBJECT, {})
         settings.take("rope_theta", default=None)
         if self.local:
@@ -110,7 +110,7 @@ class Rope(Row):
             by_kind = Settings(new, f"{settings.path}: {key}")
             local = _merge_rotary(settings, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
             full = _merge_rotary(settings, old, by_kind.take(FULL, OBJECT, {}))
-            out = _rope(full, settings.path, self.known, lambda rotary: {FULL: rotary, SLIDING: local})
+            out = _rope(full, settings.path, self.rope_types, lambda rotary: {FULL: rotary, SLIDING: local})
             local_keys = _rope(local, f"{settings.path}, {SLIDING}", ("default",), lambda rotary: {FULL: full, SLIDING: rotary})
             return out | {"local_rope_base": local_keys["rope_base"]}
         if FULL in new or SLIDING in new:
@@ -118,7 +118,7 @@ class Rope(Row):
             if any(value != layer_settings[0] for value in layer_settings):
                 raise HuggingFaceError(f"{settings.path}: {key} = {new!r}: all layers of this family have the same.")
             new = layer_settings[0]
-        return _rope(_merge_rotary(settings, old, new), settings.path, self.known, partial=self.partial)
+        return _rope(_merge_rotary(settings, old, new), settings.path, self.rope_types, partial=self.partial)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         plain = model.rope_scaling == "none"
@@ -180,12 +180,12 @@ def _rope(
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
     scaling = "none" if kind == "default" else kind
-    rows: dict[str, Row] = {
-        PARTIAL: Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated"),
-        "rope_theta": Key("rope_base", ABOVE_0),
+    rows: dict[str, HfRow] = {
+        PARTIAL: HfKey(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated"),
+        "rope_theta": HfKey("rope_base", ABOVE_0),
         # Which of a token's three positions rotates which pair. In text the three are equal.
-        "mrope_section": Key("", ANY, None),
-        "mrope_interleaved": Key("", ANY, None),
+        "mrope_section": HfKey("", ANY, None),
+        "mrope_interleaved": HfKey("", ANY, None),
     }
     out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], settings)}
     if unknown := settings.unread():
@@ -199,7 +199,7 @@ def _rope(
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows(Row):
+class Windows(HfRow):
     """The window of a family in which some layers have one: those of `layer_types`, or of `letters` without that key.
 
     letters: returns a letter for each layer from config.json, "l" (window) or "g" (full attention), repeated over the layers.
@@ -223,9 +223,9 @@ class QwenWindows(Windows):
         in_use, letters = settings.take("use_sliding_window", default=False), layer_letters(settings)
         window = settings.take(key, default=REQUIRED if in_use else None, null=None)
         by_number = in_use and not letters
-        first = settings.take("max_window_layers", WHOLE) if by_number else settings.take("max_window_layers", default=0)
+        first = settings.take("max_window_layers", POSITIVE) if by_number else settings.take("max_window_layers", default=0)
         if by_number and window:
-            letters = "".join(LOCAL if i >= first else GLOBAL for i in range(settings.given["num_hidden_layers"]))
+            letters = "".join(LOCAL if i >= first else GLOBAL for i in range(settings.hf_config["num_hidden_layers"]))
         return window_keys(settings, letters or GLOBAL, window if in_use else None)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
@@ -234,11 +234,11 @@ class QwenWindows(Windows):
         return super().write(model, key) | more
 
 
-class DeltaLayers(Row):
+class DeltaLayers(HfRow):
     """The layers with gated delta nets: those of `layer_types`, or without it all but each full_attention_interval-th one."""
 
     def read(self, settings: Settings, key: str) -> dict[str, Any]:
-        layers, every = settings.given["num_hidden_layers"], settings.take("full_attention_interval", WHOLE, 0)
+        layers, every = settings.hf_config["num_hidden_layers"], settings.take("full_attention_interval", POSITIVE, 0)
         by_number = "".join(DELTA if (i + 1) % (every or 4) else GLOBAL for i in range(layers))
         letters = layer_letters(settings, {LINEAR: DELTA, FULL: GLOBAL}) or by_number
         if every and letters != by_number:
@@ -257,7 +257,7 @@ def layer_letters(settings: Settings, letters: Mapping[str, str] = {SLIDING: LOC
     kinds = settings.take("layer_types", default=None)
     if kinds is None:
         return ""
-    layers = settings.given["num_hidden_layers"]
+    layers = settings.hf_config["num_hidden_layers"]
     if not isinstance(kinds, list):
         raise HuggingFaceError(f"{settings.path}: layer_types = {kinds!r}: must be a list.")
     unknown = [kind for kind in kinds if kind not in [*letters]]
@@ -269,12 +269,12 @@ def layer_letters(settings: Settings, letters: Mapping[str, str] = {SLIDING: LOC
 
 def window_keys(settings: Settings, letters: str, window: Any) -> dict[str, Any]:
     """Return `sliding_window` and `attention_pattern` of config.Model. letters: of layers, repeated over them."""
-    layers = settings.given["num_hidden_layers"]
+    layers = settings.hf_config["num_hidden_layers"]
     pattern = windows.pattern_of((letters * layers)[:layers])
     if LOCAL not in pattern:
         return {"sliding_window": 0, "attention_pattern": "" if pattern == GLOBAL else pattern}
-    if not WHOLE.allows(window, settings.given):
-        rule = f"{WHOLE.rule}, since some layers see a sliding window"
+    if not POSITIVE.allows(window, settings.hf_config):
+        rule = f"{POSITIVE.rule}, since some layers see a sliding window"
         raise HuggingFaceError(f"{settings.path}: sliding_window = {window!r}: {rule}.")
     return {"sliding_window": window, "attention_pattern": "" if pattern == LOCAL else pattern}
 
@@ -282,7 +282,7 @@ def window_keys(settings: Settings, letters: str, window: Any) -> dict[str, Any]
 # ---- Families
 
 
-def head_width(hf_config: Given) -> int:
+def head_width(hf_config: HfConfig) -> int:
     """Return the width of a head for a config.json without head_dim."""
     return hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
@@ -290,18 +290,20 @@ def head_width(hf_config: Given) -> int:
 INIT_STD = Model().init_std
 SILU, GELU = (f"models of this family are built with {name!r} only" for name in ("silu", "gelu_pytorch_tanh"))
 # Rows of all families.
-KEYS: dict[str, Row] = {
-    "num_hidden_layers": Key("num_layers", LAYERS),
-    "hidden_size": Key("d_model"),
-    "num_attention_heads": Key("num_heads"),
-    "num_key_value_heads": Key("num_kv_heads", WHOLE, lambda hf_config: hf_config["num_attention_heads"]),
-    "head_dim": Key("head_dim", WHOLE, head_width),
-    "intermediate_size": Key("d_ff"),
-    "vocab_size": Key("vocab_size"),
-    "rms_norm_eps": Key("norm_eps", NUMBER),
-    "tie_word_embeddings": Key("tied_head", FLAG),
-    "initializer_range": Key("init_std", ANY, None, to_ours=lambda value, _: value if isinstance(value, float) else INIT_STD),
-    "max_position_embeddings": Key("", INT32, None),
+KEYS: dict[str, HfRow] = {
+    "num_hidden_layers": HfKey("num_layers", LAYERS),
+    "hidden_size": HfKey("d_model"),
+    "num_attention_heads": HfKey("num_heads"),
+    "num_key_value_heads": HfKey("num_kv_heads", POSITIVE, lambda hf_config: hf_config["num_attention_heads"]),
+    "head_dim": HfKey("head_dim", POSITIVE, head_width),
+    "intermediate_size": HfKey("d_ff"),
+    "vocab_size": HfKey("vocab_size"),
+    "rms_norm_eps": HfKey("norm_eps", NUMBER),
+    "tie_word_embeddings": HfKey("tied_head", FLAG),
+    "initializer_range": HfKey(
+        "init_std", ANY, None, to_model=lambda value, _: value if isinstance(value, float) else INIT_STD
+    ),
+    "max_position_embeddings": HfKey("", INT32, None),
     "hidden_act": only("silu", SILU),
     "hidden_activation": only("silu", SILU, written=False),
     "attention_bias": only(False, "attention is built without biases", written=False),
@@ -317,35 +319,35 @@ def _attention_divisor(model: Model) -> int | float:
     return int(divisor) if divisor == int(divisor) else divisor  # transformers requires the type int if the value is whole
 
 
-def quantized(method: str) -> Row:
+def quantization_row(method: str) -> HfRow:
     """Return the row of quantization_config of a family whose weights are also read in this form."""
     rule = f"weights of quant_method {method!r} are read, and no others that are quantized"
-    return Key("", Kind(rule, lambda x, _: x == {} or isinstance(x, dict) and x.get("quant_method") == method), None)
+    return HfKey("", ValueKind(rule, lambda x, _: x == {} or isinstance(x, dict) and x.get("quant_method") == method), None)
 
 
 # Rows that replace those of KEYS. transformers 4 omits tie_word_embeddings for the default of the class.
-HEAD_DIM: dict[str, Row] = {"head_dim": Key("head_dim")}
-TIED: dict[str, Row] = {"tie_word_embeddings": Key("tied_head", FLAG, True)}
-UNTIED: dict[str, Row] = {"tie_word_embeddings": Key("tied_head", FLAG, False)}
-BIASED: dict[str, Row] = {"attention_bias": Flags(("qkv_bias", "attention_out_bias"))}
-MLP_BIASED: dict[str, Row] = {"mlp_bias": Key("mlp_bias", FLAG, False)}
+HEAD_DIM: dict[str, HfRow] = {"head_dim": HfKey("head_dim")}
+TIED: dict[str, HfRow] = {"tie_word_embeddings": HfKey("tied_head", FLAG, True)}
+UNTIED: dict[str, HfRow] = {"tie_word_embeddings": HfKey("tied_head", FLAG, False)}
+BIASED: dict[str, HfRow] = {"attention_bias": Flags(("qkv_bias", "attention_out_bias"))}
+MLP_BIASED: dict[str, HfRow] = {"mlp_bias": HfKey("mlp_bias", FLAG, False)}
 
 
-QWEN_WINDOWS: dict[str, Row] = {
+QWEN_WINDOWS: dict[str, HfRow] = {
     "use_mrope": only(False, "positions are numbers, not places in pictures", written=False),
     "sliding_window": QwenWindows(),
 }
-GEMMA: dict[str, Row] = {
+GEMMA: dict[str, HfRow] = {
     **HEAD_DIM,
     **TIED,
     "hidden_act": only("gelu_pytorch_tanh", GELU, written=False),
     "hidden_activation": only("gelu_pytorch_tanh", GELU),
     "use_bidirectional_attention": only(False, "jaxtrain has causal attention only", written=False),
 }
-GEMMA_SCORES: dict[str, Row] = {
-    "sliding_window_size": same("sliding_window", lambda hf_config: hf_config.get("sliding_window")),
-    "query_pre_attn_scalar": Key("attn_logit_scale", ABOVE_0, to_ours=lambda x, _: x**-0.5, to_theirs=_attention_divisor),
-    "final_logit_softcapping": Key("logit_softcap", NUMBER, null=0.0),
+GEMMA_SCORES: dict[str, HfRow] = {
+    "sliding_window_size": alias("sliding_window", lambda hf_config: hf_config.get("sliding_window")),
+    "query_pre_attn_scalar": HfKey("attn_logit_scale", ABOVE_0, to_model=lambda x, _: x**-0.5, to_hf=_attention_divisor),
+    "final_logit_softcapping": HfKey("logit_softcap", NUMBER, null=0.0),
 }
 
 
@@ -367,7 +369,7 @@ class Format:
     model_type: str
     architecture: str
     tensors: Mapping[str, HfTensor]
-    keys: Mapping[str, Row]
+    keys: Mapping[str, HfRow]
     model: Mapping[str, Any] = types.MappingProxyType({})
     written: Mapping[str, Any] = types.MappingProxyType({})
     beyond: str = ""
@@ -385,7 +387,7 @@ class Format:
             )
         return out
 
-    def unread(self, hf_config: Given) -> list[str]:
+    def unread(self, hf_config: HfConfig) -> list[str]:
         """Return the keys of a config.json that may change what the model computes, and that this format cannot read."""
         settings, refused = Settings(hf_config), []
         for key, row in self.keys.items():
@@ -439,13 +441,13 @@ def family_of(hf_config: Mapping[str, Any], path: str) -> str:
     raise HuggingFaceError(f"{path}: model_type = {kind!r}: {not_supported(hf_config, path)}")
 
 
-def is_whole(hf_config: Mapping[str, Any]) -> bool:
+def is_multimodal(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a model that also sees or hears, and of no family as a whole."""
     kind, outside = hf_config.get("model_type"), hf_config.get(FAMILY)
     return isinstance(hf_config.get(TEXT), dict) and not (isinstance(outside, str) and format_of(outside).model_type == kind)
 
 
-def text_part(
+def text_config(
     hf_config: Mapping[str, Any], changes: Mapping[str, Any], path: str, has_head: Callable[[], bool] = lambda: True
 ) -> dict[str, Any]:
     """Return the config.json that the text part of a model would have by itself.
@@ -467,7 +469,7 @@ def text_part(
         )
     if not (isinstance(architectures, list) and any(str(name).endswith(GENERATES) for name in architectures)):
         raise HuggingFaceError(f"{path}: architectures = {architectures!r}: none of them is a language model.")
-    text, top_level = dict(hf_config[TEXT]), {key: hf_config[key] for key in OF_WHOLE if hf_config.get(key) is not None}
+    text, top_level = dict(hf_config[TEXT]), {key: hf_config[key] for key in TOP_LEVEL_KEYS if hf_config.get(key) is not None}
     tied = "tie_word_embeddings"
     if {text.get(tied), top_level.get(tied)} == {True, False}:
         top_level[tied] = not has_head()

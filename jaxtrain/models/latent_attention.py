@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.schema import Model
 from jaxtrain.kernels import rope
 from jaxtrain.kernels.dot import dot, einsum
-from jaxtrain.models.attention import Kernel, Shared, appended, score_factor, tables_of
+from jaxtrain.models.attention import Kernel, Shared, rotary_tables, score_factor, update_cache
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import normal, param
@@ -82,7 +82,7 @@ class LatentAttention(nnx.Module):
 
         cache: None, or this layer's (latents (B, S, 1, R), rotated keys (B, S, 1, qk_rope_head_dim)).
         """
-        model, (cos, sin) = self.model, tables_of(shared, kind)
+        model, (cos, sin) = self.model, rotary_tables(shared, kind)
         joint_BTF = checkpoint_name(self._dot("BTD,DF->BTF", x_BTD, "wkv_down"), "kv_latent")
         latent_BTF, key_BTF = jnp.split(joint_BTF, [model.kv_lora_rank], axis=-1)
         latent_BTF = self.kv_norm(latent_BTF)
@@ -90,7 +90,7 @@ class LatentAttention(nnx.Module):
             key_BT1H = rope.rotate(key_BTF[:, :, None], cos, sin)
         q_nope, q_rope = self._queries(x_BTD, cos, sin)
         if cache is not None:
-            cache = appended(cache, (latent_BTF[:, :, None], key_BT1H), shared.write_at)
+            cache = update_cache(cache, (latent_BTF[:, :, None], key_BT1H), shared.write_at)
             o_BTNH = self._attend_absorbed(q_nope, q_rope, cache, shared, kind)
         else:
             kv_BTNH = self._dot("BTF,FNH->BTNH", latent_BTF, "wkv_up")
@@ -104,7 +104,7 @@ class LatentAttention(nnx.Module):
     def _attend_absorbed(self, q_nope: jax.Array, q_rope: jax.Array, cache: Any, shared: Shared, kind: Kind) -> jax.Array:
         """Return the output of attention to the cache in the absorbed form, (B, T, N, v_head_dim)."""
         model, numerics = self.model, self.ctx.numerics
-        k_up, v_up = jnp.split(self.lora.merged("wkv_up", self.wkv_up.get_value()), [model.qk_nope_head_dim], axis=-1)
+        k_up, v_up = jnp.split(self.lora.merge("wkv_up", self.wkv_up.get_value()), [model.qk_nope_head_dim], axis=-1)
         latents, keys = (a.astype(q_nope.dtype) for a in cache)
         q_BTNF = jnp.concatenate([einsum("BTNH,FNH->BTNF", q_nope, k_up, numerics=numerics), q_rope], -1)
         # Kernels divide scores by the root of the width of q_BTNF, but the model divides by the root of head_dim.

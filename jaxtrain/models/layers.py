@@ -15,7 +15,7 @@ from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import joint_rms_norm, rms_norm
 from jaxtrain.kernels.numerics import Numerics
-from jaxtrain.models.lora import Adapters, Lora
+from jaxtrain.models.lora import Adapters, LoraSpec
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.zero import ComputeCopy, Zero
@@ -30,7 +30,7 @@ class Context:
     placement: Placement
     zero: Zero  # gathers weights
     structure: Structure = Structure()
-    lora: Lora = Lora()
+    lora: LoraSpec = LoraSpec()
     moe: Moe = Moe()
     own: Own = NO_SETTINGS  # settings of a user's own family
 
@@ -83,7 +83,7 @@ class Embed(nnx.Module):
             return embed(zero.gather_weight(table, TABLE), tokens_BT, placement, (), self.ctx.numerics.compute)
         table = table.master if isinstance(table, ComputeCopy) else table
         return embed(
-            zero.ungathered(table, TABLE), tokens_BT, placement, placement.mesh_axes("embed"), self.ctx.numerics.compute
+            zero.local_weight(table, TABLE), tokens_BT, placement, placement.mesh_axes("embed"), self.ctx.numerics.compute
         )
 
 

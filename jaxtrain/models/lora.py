@@ -33,7 +33,7 @@ EQUATIONS |= {"wg": QKV, "wz": QKV, "wq_down": IN, "wkv_down": IN, "wq_up": LATE
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class LoraSpec:
     """The settings of a model's adapters, static under jit. A model has no adapters if the rank is 0."""
 
     rank: int = 0
@@ -79,7 +79,7 @@ class Adapters(nnx.Module):
     """
 
     def __init__(self, module: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs, experts: bool = False):
-        lora: Lora = ctx.lora
+        lora: LoraSpec = ctx.lora
         enabled = lora.rank and not (experts and lora.experts == "none")
         self.ctx, self.names = ctx, tuple(name for name in weights if enabled and name in lora.targets)
         for name in self.names:
@@ -117,7 +117,7 @@ class Adapters(nnx.Module):
         """Return (a, b) of each adapted weight, by its name."""
         return {name: (getattr(self, name + A)[...], getattr(self, name + B)[...]) for name in self.names}
 
-    def merged(self, name: str, w: jax.Array) -> jax.Array:
+    def merge(self, name: str, w: jax.Array) -> jax.Array:
         """Return the gathered weight `w`, with its adapter added if `name` is adapted."""
         if name not in self.names:
             return w

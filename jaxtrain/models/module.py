@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.shapes import PERIOD
-from jaxtrain.models.stored import Encoded, Stored
+from jaxtrain.models.stored import Encoded, StoredWeight
 from jaxtrain.sharding import Axes, Placement
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 Params = dict[str, Any]  # nested dict of arrays, or of other values in the same structure
-Store = Callable[[str, tuple[int, ...], Axes, bool], Stored | None]
+Store = Callable[[str, tuple[int, ...], Axes, bool], StoredWeight | None]
 
 
 def normal(std: float) -> Initializer:
@@ -64,7 +64,7 @@ class Definition:
     abstract: shapes and dtypes of the parameters. axes: their logical axes. dots, exact: the flags of `param`. stored: how
     weights in fewer bits are stored, by name; such a weight has a dict of arrays in these trees, and one array in `weights`.
 
-    uses_plan_run: the model runs its stack of layers by `remat.Plan.run`, once, with all layers and unchanged weights. The
+    uses_plan_run: the model runs its stack of layers by `RematPlan.run`, once, with all layers and unchanged weights. The
     weights of the stack are then `zero.StackWeight`, whose gradients can be added layer by layer (`train.accumulate`).
 
     staged: the model has the methods that a pipeline calls (models.transformer.Transformer) and computes its result by these
@@ -92,27 +92,27 @@ class Definition:
         self.staged = bool(getattr(module, "staged", False))
         self.decodes = hasattr(module, "decode") and hasattr(module, "logits")
         self.weights: Params = _map(state, lambda _, p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredWeight] = {}
 
         def note(name: str, variable: Any) -> None:
             if stored := store(name, variable.get_value().shape, _axes(variable), variable.get_metadata("dot", False)):
                 self.stored[name] = stored
 
-        def tree(leaf: Callable[[Any], Any], stored_leaf: Callable[[Stored], Params]) -> Params:
+        def tree(leaf: Callable[[Any], Any], stored_leaf: Callable[[StoredWeight], Params]) -> Params:
             return _map(state, lambda name, p: stored_leaf(self.stored[name]) if name in self.stored else leaf(p))
 
         _map(state, note)
         self.abstract: Params = tree(
             lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype), lambda stored: stored.abstract
         )
-        self.axes: Params = tree(_axes, lambda stored: stored.part_axes(cast(Placement, placement)))
+        self.axes: Params = tree(_axes, lambda stored: stored.array_axes(cast(Placement, placement)))
         self.dots: Params = tree(lambda p: p.get_metadata("dot", False), lambda stored: dict.fromkeys(stored.abstract, False))
         self.exact: Params = tree(lambda p: p.get_metadata("exact", False), lambda stored: dict.fromkeys(stored.abstract, True))
 
     @property
     def period(self) -> int:
         """Return the number of layers in one element of the stack."""
-        matches = (PERIOD.search(name) for name in jax.tree.leaves(names(self.weights)))
+        matches = (PERIOD.search(name) for name in jax.tree.leaves(leaf_names(self.weights)))
         return max((int(match[2]) for match in matches if match), default=1)
 
     def specs(self, placement: Placement) -> Params:
@@ -142,27 +142,27 @@ class Definition:
         return nnx.merge(self._graph, _fill_state(self._state, params, self.stored))
 
 
-def part(tree: Params, chosen: Params) -> Params:
+def select_leaves(tree: Params, chosen: Params) -> Params:
     """Return the leaves of `tree` for which `chosen`, of the same structure, is True. Empty dicts are left out."""
     out: Params = {}
     for name, choice in chosen.items():
         if isinstance(choice, dict):
-            if inner := part(tree.get(name, {}), choice):
+            if inner := select_leaves(tree.get(name, {}), choice):
                 out[name] = inner
         elif choice:
             out[name] = tree[name]
     return out
 
 
-def filled(tree: Params, replacements: Params) -> Params:
+def replace_leaves(tree: Params, replacements: Params) -> Params:
     """Return `tree` with its leaves replaced by the leaves of `replacements`, where `replacements` has them."""
     return {
-        name: filled(value, replacements.get(name, {})) if isinstance(value, dict) else replacements.get(name, value)
+        name: replace_leaves(value, replacements.get(name, {})) if isinstance(value, dict) else replacements.get(name, value)
         for name, value in tree.items()
     }
 
 
-def names(tree: Params) -> Params:
+def leaf_names(tree: Params) -> Params:
     """Return the tree with each leaf's dotted name in place of the leaf: layers.attention.wq."""
     path_name = lambda path, _: ".".join(str(key.key) for key in path)  # noqa: E731
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
@@ -184,7 +184,7 @@ def _map(state: Any, f: Callable[[str, Any], Any], prefix: str = "") -> Params:
     return {k: f(f"{prefix}{k}", v) if isinstance(v, nnx.Variable) else _map(v, f, f"{prefix}{k}.") for k, v in state.items()}
 
 
-def _fill_state(state: Any, params: Params, stored: Mapping[str, Stored], prefix: str = "") -> nnx.State:
+def _fill_state(state: Any, params: Params, stored: Mapping[str, StoredWeight], prefix: str = "") -> nnx.State:
     """Return `state` with the values of `params`. Parameters keep their metadata: zero.py gathers weights by their axes."""
 
     def value(name: str, v: Any, x: Any) -> Any:

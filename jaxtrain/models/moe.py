@@ -48,7 +48,7 @@ class ExpertsMLP(nnx.Module):
             self.shared_gate = param(rngs, (D,), ("embed",), normal(std), ctx.numerics.vectors)
         self.lora = Adapters(self, kernel.WEIGHTS, ctx, rngs, experts=True)
         self.model, self.ctx = model, ctx
-        self.spec = kernel.Spec(
+        self.spec = kernel.ExpertsSpec(
             E,
             GATED[ctx.structure.activation],
             ctx.moe.impl,
@@ -90,7 +90,7 @@ class ExpertsMLP(nnx.Module):
             routed = route(logits_BTE, bias_E, real_BT, **options)
         with jax.named_scope("experts"):
             weights = self.gate.get_value(), self.up.get_value(), self.down.get_value(), self._biases()
-            adapters = {name: kernel.Pair(*pair) for name, pair in self.lora.pairs().items()}
+            adapters = {name: kernel.AdapterPair(*pair) for name, pair in self.lora.pairs().items()}
             inputs = x_BTD, routed.share_BTk, routed.chosen_BTk, kernel.Weights(*weights, adapters)
             outputs: Any = kernel.feed_forward(*inputs, self.spec)
             y_BTD, dropped = outputs

@@ -12,16 +12,16 @@ EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
 
 
-def uneven(model: Model, moe: Moe, mesh: Mesh) -> bool:
+def has_uneven_experts(model: Model, moe: Moe, mesh: Mesh) -> bool:
     """Return whether the experts of a device may have different numbers of tokens.
 
     If so, the matmuls of their weights' gradients stay in bfloat16.
     """
-    even = moe.capacity_factor or support.alone(moe.impl, model.num_experts, mesh.expert)
+    even = moe.capacity_factor or support.single_expert(moe.impl, model.num_experts, mesh.expert)
     return model.num_experts > 1 and not even
 
 
-def matmuls(model: Model) -> tuple[str, ...]:
+def matmul_weights(model: Model) -> tuple[str, ...]:
     """Return the names of a model's matmul weights, one name for all layers of a stack.
 
     The head, the router, and wa and wb of delta nets are left out.
@@ -29,10 +29,10 @@ def matmuls(model: Model) -> tuple[str, ...]:
     return tuple(name for name in flops.by_weight(model) if not name.endswith((".mlp.router", ".delta.wa", ".delta.wb")))
 
 
-def eight_bit(precision: str, exclude: str, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
+def fp8_weight_names(precision: str, exclude: str, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
     """Return the names of the weights whose matmuls are in 8 bits, and the problems of `fp8.exclude`.
 
-    exclude: `fp8.exclude`. weights: names of all matmul weights, as from `matmuls`.
+    exclude: `fp8.exclude`. weights: names of all matmul weights, as from `matmul_weights`.
 
     An item of `fp8.exclude` is any part of a name between dots: wo, mlp.down, attention.
     """
@@ -63,7 +63,7 @@ def _name_segments(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(segments))
 
 
-def unsupported(precision: str, devices: Devices) -> list[Problem]:
+def fp8_problems(precision: str, devices: Devices) -> list[Problem]:
     """Return a problem if precision is fp8 and the devices are GPUs that cannot multiply in 8 bits.
 
     CPUs emulate FP8 matmuls: they round to 8 bits as a GPU does, and multiply in bfloat16.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtrain.config.schema import Remat
 from jaxtrain.kernels.experts.routing import CHOICE
 from jaxtrain.kernels.fp8 import SCALE
-from jaxtrain.models.activations import KEPT, parse_tensors
+from jaxtrain.models.activations import SAVED, parse_tensors
 from jaxtrain.models.zero import ComputeCopy, StackGradients, StackWeight, zeros
 
 # The kind of a layer: an int if it is known when the program is traced, an int32 () if a loop runs several kinds.
@@ -48,7 +48,7 @@ def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RematPlan:
     """A remat policy, and how the layers of the stack run under it; static under jit."""
 
     policy: str
@@ -100,7 +100,7 @@ class Plan:
         """Return, for each argument that is not static, whether recomputation waits for it: weights can be gathered early."""
         return tuple(i == 0 for i in range(len(args)) if i not in static)
 
-    def through(self, body: Body) -> Body:
+    def element_body(self, body: Body) -> Body:
         """Return `body` for an element of the stack: with `period`, it runs for each layer of the element, in order."""
         if self.period == 1:
             return body
@@ -114,7 +114,7 @@ class Plan:
 
     def checkpoint_layers(self, body: Body, in_loop: bool = True) -> Callable[..., Any]:
         """Return `body` for a list of elements of the stack, under one checkpoint; with `period`, under one for each layer."""
-        inner = self.through(self.checkpoint(body, in_loop)) if self.period > 1 else body
+        inner = self.element_body(self.checkpoint(body, in_loop)) if self.period > 1 else body
 
         def several(x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
             for layer, kind in zip(layers, kinds, strict=True):
@@ -143,7 +143,7 @@ class Plan:
         stack, learnt, fixed, into = flatten(layers)
         if stack.gradients is None:
             # Autodiff gives gradients to the weights of a model whose stack does not come as StackWeight.
-            return loop(self.through(self.checkpoint(body)), x, layers, shared, kinds)
+            return loop(self.element_body(self.checkpoint(body)), x, layers, shared, kinds)
         stack.gradients.use(into, len(kinds))
         return _run_stack(StackRun(self, body, stack, kinds), x, into, learnt, fixed, shared)
 
@@ -162,7 +162,7 @@ class Plan:
         return looped, groups[looped:]
 
     @property
-    def last(self) -> "Plan":
+    def last(self) -> "RematPlan":
         """Return the plan of the last group. It saves gathered weights, and on the device the activations in `offload`."""
         return dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
 
@@ -176,7 +176,7 @@ class StackRun:
     a stack of gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
     """
 
-    plan: Plan
+    plan: RematPlan
     body: Body
     stack: "Stack"
     kinds: Sequence[int]
@@ -225,7 +225,7 @@ class StackRun:
     def _differentiate(
         self, run_group: Callable[..., Any], x: Any, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
     ) -> tuple[Any, Any]:
-        """Return x after `count` layers from `first`, and the layers' vjp. run_group: of `Plan.checkpoint_layers`."""
+        """Return x after `count` layers from `first`, and the layers' vjp. run_group: of `RematPlan.checkpoint_layers`."""
         learnt, fixed, shared = weights
         return self.stack.differentiate(run_group, x, learnt, fixed, first, count, shared, kinds_at(self.kinds, first, count))
 
@@ -244,7 +244,7 @@ class StackRun:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_stack(run: StackRun, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> Any:
     # Without a backward pass nothing is saved, and a loop costs nothing.
-    return loop(run.plan.through(run.body), x, run.stack.layers(learnt, fixed), shared, run.kinds)
+    return loop(run.plan.element_body(run.body), x, run.stack.layers(learnt, fixed), shared, run.kinds)
 
 
 _run_stack.defvjp(StackRun.forward, StackRun.backward)
@@ -304,7 +304,7 @@ def kinds_at(kinds: Sequence[int], first: Any, count: int) -> list[Kind]:
 # ---- Layers stacked on axis 0
 
 
-def at(w: jax.Array, i: jax.Array | int) -> jax.Array:
+def take_layer(w: jax.Array, i: jax.Array | int) -> jax.Array:
     """Return the array of layer i from a stacked array."""
     if isinstance(i, int):
         return jax.lax.index_in_dim(w, i, keepdims=False)
@@ -313,7 +313,7 @@ def at(w: jax.Array, i: jax.Array | int) -> jax.Array:
 
 def layer_at(layers: Any, i: jax.Array | int) -> Any:
     """Return layer i of a tree of stacked arrays."""
-    return jax.tree.map(lambda w: at(w, i), layers)
+    return jax.tree.map(lambda w: take_layer(w, i), layers)
 
 
 def put_at(stack: jax.Array, grad: jax.Array, i: jax.Array | int) -> jax.Array:
@@ -376,7 +376,7 @@ class Stack:
 
     @staticmethod
     def _at(arrays: Sequence[jax.Array], first: Any, count: int) -> list[list[jax.Array]]:
-        return [[at(w, first + q) for w in arrays] for q in range(count)]
+        return [[take_layer(w, first + q) for w in arrays] for q in range(count)]
 
 
 def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[jax.Array]]:
@@ -401,15 +401,15 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
     return Stack(tree, flags, next((w.gradients for w in marked), None)), learnt, fixed, [w.into for w in marked]
 
 
-def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True, period: int = 1) -> Plan:
+def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True, period: int = 1) -> RematPlan:
     """Return the plan for the config's `remat` section and `sharding.gather`, which `validate` has checked.
 
-    unroll, delays_load, period: see Plan.
+    unroll, delays_load, period: see RematPlan.
     """
     more = (gather == "forward", unroll, delays_load, period)
     if remat.policy != "custom":
-        return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
+        return RematPlan(remat.policy, SAVED[remat.policy], (), remat.every, *more)
     actions, _ = parse_tensors(remat.tensors)
     keep = tuple(name for name, action in actions.items() if action == "keep")
     offload = tuple(name for name, action in actions.items() if action == "offload")
-    return Plan(remat.policy, keep, offload, remat.every, *more)
+    return RematPlan(remat.policy, keep, offload, remat.every, *more)

@@ -25,11 +25,17 @@ from jaxtrain.config.schema import (
 from jaxtrain.models import flops
 from jaxtrain.models.precision import EXPERTS
 
-OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-OF_DELTA = {"linear_key_heads": 16, "linear_value_heads": 32, "linear_key_dim": 128, "linear_value_dim": 128, "linear_conv": 4}
+LATENT_KEYS = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+DELTA_KEYS = {
+    "linear_key_heads": 16,
+    "linear_value_heads": 32,
+    "linear_key_dim": 128,
+    "linear_value_dim": 128,
+    "linear_conv": 4,
+}
 # For unread.find_unread.
 READ_WITH = (
-    *((f"model.{name}", "model.kv_lora_rank", None) for name in OF_LATENT),
+    *((f"model.{name}", "model.kv_lora_rank", None) for name in LATENT_KEYS),
     ("model.dense_d_ff", "model.dense_layers", None),
     ("model.qk_norm_joint", "model.qk_norm", None),
     ("model.shared_gate", "model.shared_d_ff", None),
@@ -38,18 +44,18 @@ READ_WITH = (
 # lora.base -> numbers of a block along a matrix's inputs that have one scale. fp8 has one for all inputs.
 BLOCK = {"nf4": 64, "mxfp4": 32}
 SPLIT = {"wo": "heads", "down": "mlp"}  # matrix -> the logical axis of its inputs that stays sharded where it is used
-NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_REQUIRED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys of attention without latents. Latent attention does not support them.
-WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate", "local_rope_base")
-WITHOUT += ("partial_rotary_factor",)
+NOT_WITH_LATENT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate", "local_rope_base")
+NOT_WITH_LATENT += ("partial_rotary_factor",)
 
 
 def check_model(model: Model, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a model's keys beside each other. bad: keys that have an invalid value by themselves."""
     yield from _attention(model, bad)
-    if not bad & {"model.attention_pattern", "model.num_layers", *(f"model.{name}" for name in OF_DELTA)}:
+    if not bad & {"model.attention_pattern", "model.num_layers", *(f"model.{name}" for name in DELTA_KEYS)}:
         yield from _delta(model)
-    if model.kv_lora_rank and not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
+    if model.kv_lora_rank and not bad & {f"model.{name}" for name in ("kv_lora_rank", *LATENT_KEYS, "head_dim")}:
         yield from _latent(model)
     if model.dense_layers and not bad & {
         f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")
@@ -59,13 +65,13 @@ def check_model(model: Model, bad: set[str]) -> Iterable[Problem]:
         yield from _experts(model, bad)
 
 
-def problems_of(model: Model) -> list[Problem]:
+def model_problems(model: Model) -> list[Problem]:
     """Return all problems of a model of jaxtrain's own families."""
     check = lambda key, number: {p.key for p in _problems(dataclasses.replace(model, **{key.removeprefix("model."): number}))}  # noqa: E731
     return with_fits(_problems(model), check)
 
 
-def wrong_targets(lora: Lora, adaptable: Sequence[str], experts: bool) -> list[Problem]:
+def target_problems(lora: Lora, adaptable: Sequence[str], experts: bool) -> list[Problem]:
     """Return a problem if lora.targets names no weight, or a name that no weight for adapters has.
 
     adaptable: names of the weights that can have adapters. experts: whether the model has experts.
@@ -98,20 +104,20 @@ def unused_experts(lora: Lora, model: Model) -> list[Problem]:
     return [Problem("lora.experts", lora.experts, rule, remedy)]
 
 
-def in_base(model: Model, base: str) -> dict[str, tuple[int, int, int]]:
+def base_matrices(model: Model, base: str) -> dict[str, tuple[int, int, int]]:
     """Return the matrices (`flops.matrices`) that a format of lora.base stores: {} for bf16, and for mxfp4 the experts'."""
     stored_names = {"bf16": (), "mxfp4": EXPERTS if model.num_experts else ()}.get(base)
     return {name: sizes for name, sizes in flops.matrices(model).items() if stored_names is None or name in stored_names}
 
 
-def wrong_base(base: str, model: Model, shards: Mapping[str, int]) -> list[Problem]:
+def base_problems(base: str, model: Model, shards: Mapping[str, int]) -> list[Problem]:
     """Return a problem if the model has no known matrix for a format of lora.base, or one that its blocks do not divide.
 
     shards: logical axis -> its shards where matrices are used.
     """
 
     def uneven(base: str) -> str:
-        for name, (_, inputs, _) in in_base(model, base).items():
+        for name, (_, inputs, _) in base_matrices(model, base).items():
             axis = SPLIT.get(name.rpartition(".")[2], "")
             num_shards = shards.get(axis, 1)
             heads = model.linear_value_heads if ".delta." in name else model.num_heads
@@ -195,15 +201,15 @@ def _attention(model: Model, bad: set[str]) -> Iterable[Problem]:
 
 def _delta(model: Model) -> Iterable[Problem]:
     if DELTA not in model.attention_pattern:
-        for name in OF_DELTA:
+        for name in DELTA_KEYS:
             if value := getattr(model, name):
                 rule = f"is read only with d in model.attention_pattern, which is {format_value(model.attention_pattern)}"
                 yield Problem(f"model.{name}", value, rule, "Set 0.")
         return
-    missing = [name for name in OF_DELTA if not getattr(model, name)]
+    missing = [name for name in DELTA_KEYS if not getattr(model, name)]
     for name in missing:
         rule = f"is needed with d in model.attention_pattern = {model.attention_pattern}"
-        yield Problem(f"model.{name}", 0, rule, f"Qwen3-Next has {OF_DELTA[name]}.")
+        yield Problem(f"model.{name}", 0, rule, f"Qwen3-Next has {DELTA_KEYS[name]}.")
     if not missing and model.linear_value_heads % model.linear_key_heads:
         rule = f"is no multiple of model.linear_key_heads = {model.linear_key_heads}"
         yield Problem(
@@ -221,7 +227,7 @@ def _delta(model: Model) -> Iterable[Problem]:
 
 
 def _latent(model: Model) -> Iterable[Problem]:
-    missing = [name for name in NEEDED if not getattr(model, name)]
+    missing = [name for name in LATENT_REQUIRED if not getattr(model, name)]
     for name in missing:
         yield Problem(f"model.{name}", 0, "is needed with model.kv_lora_rank", "DeepSeek-V3 has 128, 64 and 128.")
     if missing:
@@ -238,7 +244,7 @@ def _latent(model: Model) -> Iterable[Problem]:
     if model.num_kv_heads != model.num_heads and not model.num_heads % model.num_kv_heads:
         rule = f"each of the model.num_heads = {model.num_heads} heads has keys of its own with model.kv_lora_rank"
         yield Problem("model.num_kv_heads", model.num_kv_heads, rule, f"Set {model.num_heads}.")
-    for name in WITHOUT:
+    for name in NOT_WITH_LATENT:
         value, default = getattr(model, name), getattr(Model(), name)
         if value != default:
             yield Problem(f"model.{name}", value, "latent attention is built without it", f"Set {format_value(default)}.")

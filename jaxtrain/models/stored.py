@@ -21,7 +21,7 @@ LEADING = ("layers", "experts")  # logical axes of stacks of matrices
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """How a weight is stored; static under jit.
 
     Without its LEADING axes, the weight is a matrix: its first dimension are the rows, and all others the columns. The matmul's
@@ -49,7 +49,7 @@ class Stored:
         arrays, lead = low_bits.shapes(*self.matrix, self.format, self.inputs_first), self.shape[: self._lead]
         return {name: jax.ShapeDtypeStruct((*lead, *shape), dtype) for name, (shape, dtype) in arrays.items()}
 
-    def part_axes(self, placement: Placement) -> dict[str, Axes]:
+    def array_axes(self, placement: Placement) -> dict[str, Axes]:
         """Return the logical axes of each array.
 
         A dimension that the devices which gather the weight do not divide is replicated on them: that of the scales of blocks.
@@ -89,8 +89,8 @@ class Stored:
         return low_bits.encode(self._matrices(w), self.format, self.inputs_first)
 
     def error(self, w: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
-        """Return the relative error of the arrays `encode(w)` (low_bits.error), f32 ()."""
-        return low_bits.error(self._matrices(w), arrays, self.format, self.inputs_first)
+        """Return the relative error of the arrays `encode(w)` (low_bits.relative_error), f32 ()."""
+        return low_bits.relative_error(self._matrices(w), arrays, self.format, self.inputs_first)
 
     def _matrices(self, w: jax.Array) -> jax.Array:
         lead = w.shape[: w.ndim - len(self.shape) + self._lead]
@@ -115,7 +115,7 @@ class Encoded:
     """The value of a module's parameter in fewer bits."""
 
     parts: dict[str, Any]
-    stored: Stored
+    stored: StoredWeight
 
 
 jax.tree_util.register_dataclass(Encoded, ["parts"], ["stored"])

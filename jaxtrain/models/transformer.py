@@ -16,19 +16,19 @@ from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models import delta_net
-from jaxtrain.models.attention import Attention, Kernel, Shared, cached_arrays, element_kinds, layer_kinds, share
+from jaxtrain.models.attention import Attention, Kernel, Shared, cached_arrays, element_kinds, layer_kinds, shared_arrays
 from jaxtrain.models.delta_net import GatedDeltaNet
 from jaxtrain.models.latent_attention import LatentAttention
 from jaxtrain.models.layers import Context, Embed, GatedLinear, RMSNorm
 from jaxtrain.models.module import normal, param, stack
 from jaxtrain.models.moe import ExpertsMLP, Statistics, no_statistics, with_row
-from jaxtrain.models.remat import Kind, Plan
+from jaxtrain.models.remat import Kind, RematPlan
 from jaxtrain.models.structure import Structure
 from jaxtrain.sharding import Placement, all_gather, to_block, to_residual
 
 
 @dataclasses.dataclass(frozen=True)
-class Cache:
+class KVCache:
     """Keys and values of the tokens so far, for sampling."""
 
     # Of the stack: (L, B, S, K, H) each; with latent attention, latents and rotated keys. With delta nets, the arrays of each
@@ -40,10 +40,10 @@ class Cache:
     length: jax.Array  # int32 (): tokens written, the same in every row
 
 
-jax.tree_util.register_dataclass(Cache, ["kv", "dense", "segments_BS", "positions_BS", "length"], [])
+jax.tree_util.register_dataclass(KVCache, ["kv", "dense", "segments_BS", "positions_BS", "length"], [])
 
 
-def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, slots: int = 0) -> Cache:
+def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, slots: int = 0) -> KVCache:
     """Return an empty cache for `length` tokens in each of `batch` rows.
 
     slots: slots of the stack of layers, with a pipeline's empty ones; 0: the length of the stack.
@@ -64,7 +64,7 @@ def empty_cache(model: Model, placement: Placement, batch: int, length: int, dty
     # All arrays are separate, because the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
     dense = tuple(empty() for _ in range(model.dense_layers))
-    return Cache(kv if model.period > 1 else kv[0], dense, segments_BS, positions_BS, jnp.zeros((), jnp.int32))
+    return KVCache(kv if model.period > 1 else kv[0], dense, segments_BS, positions_BS, jnp.zeros((), jnp.int32))
 
 
 Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual stream, and the routers' statistics
@@ -232,7 +232,7 @@ class MtpModules(nnx.Module):
 class Transformer(nnx.Module):
     """A decoder that maps tokens to final hidden states. `head_VD` maps hidden states to logits."""
 
-    def __init__(self, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs):
+    def __init__(self, model: Model, kernel: Kernel, remat: RematPlan, ctx: Context, rngs: nnx.Rngs):
         self.embed = Embed(model.vocab_size, model.d_model, model.init_std, ctx, rngs)
         if model.dense_layers:
             self.dense_layers = DenseLayers(model, kernel, ctx, rngs)
@@ -248,18 +248,18 @@ class Transformer(nnx.Module):
 
     @property
     def uses_plan_run(self) -> bool:
-        """Whether `remat.Plan.run` runs the stack of layers: once, with all layers and unchanged weights (`Definition`)."""
+        """Whether `RematPlan.run` runs the stack of layers: once, with all layers and unchanged weights (`Definition`)."""
         return True
 
     @property
     def staged(self) -> bool:
         """Return whether the model can be split into pipeline stages.
 
-        It cannot if a subclass overrides `__call__` or `hidden_and_statistics`, or if its `remat` is no `remat.Plan`.
+        It cannot if a subclass overrides `__call__` or `hidden_and_statistics`, or if its `remat` is no `RematPlan`.
         """
         cls = type(self)
         calls = cls.__call__, cls.hidden_and_statistics
-        return calls == (Transformer.__call__, Transformer.hidden_and_statistics) and isinstance(self.remat, Plan)
+        return calls == (Transformer.__call__, Transformer.hidden_and_statistics) and isinstance(self.remat, RematPlan)
 
     @property
     def head_VD(self) -> Any:
@@ -312,7 +312,7 @@ class Transformer(nnx.Module):
         """Return the arrays of a batch that all layers share: rotary tables, and the kernel's description of the batch."""
         with jax.named_scope("attention"):
             rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
-            return share(self.model, self.kernel, rows)
+            return shared_arrays(self.model, self.kernel, rows)
 
     def enter(self, tokens_BT: jax.Array, shared: Shared) -> Carry:
         """Return the input of the stack of layers: the output of the dense layers; the embeddings if there are none."""
@@ -324,7 +324,7 @@ class Transformer(nnx.Module):
                     carry = run(carry, block, shared, 0)
         return carry
 
-    def enter_with_cache(self, tokens_BT: jax.Array, shared: Shared, cache: Cache) -> tuple[Carry, Cache]:
+    def enter_with_cache(self, tokens_BT: jax.Array, shared: Shared, cache: KVCache) -> tuple[Carry, KVCache]:
         """Return the result of `enter`, and the cache with the new keys and values of the dense layers."""
         carry, dense = self.embed_tokens(tokens_BT), []
         for block, kv in zip(self.dense_layers.blocks if self.model.dense_layers else (), cache.dense, strict=True):
@@ -368,7 +368,7 @@ class Transformer(nnx.Module):
         with jax.named_scope("final_norm"):
             return self.ctx.zero.gather_module(norm or self.final_norm)(x_BTD, self.model.logit_multiplier), statistics
 
-    def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def decode(self, tokens_BT: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Append T tokens to the document in each row of the cache. Return the new tokens' hidden states, and the cache."""
         shared, cache = self.append(tokens_BT, cache)
         kinds = element_kinds(self.model)
@@ -382,7 +382,7 @@ class Transformer(nnx.Module):
         carry, kv = jax.lax.scan(body, carry, (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))
         return self.final_hidden(carry)[0], dataclasses.replace(cache, kv=kv)
 
-    def append(self, tokens_BT: jax.Array, cache: Cache) -> tuple[Shared, Cache]:
+    def append(self, tokens_BT: jax.Array, cache: KVCache) -> tuple[Shared, KVCache]:
         """Return the shared arrays of T new tokens, and the cache with the segments and positions of the new tokens."""
         B, T = tokens_BT.shape
         positions_BT = jnp.broadcast_to(cache.length + jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -393,8 +393,8 @@ class Transformer(nnx.Module):
 
         kv_segments, kv_positions = write(cache.segments_BS, segments_BT), write(cache.positions_BS, positions_BT)
         rows = Rows(segments_BT, positions_BT, kv_segments, kv_positions)
-        shared = share(self.model, self.kernel, rows, cache.length)
-        return shared, Cache(cache.kv, cache.dense, kv_segments, kv_positions, cache.length + T)
+        shared = shared_arrays(self.model, self.kernel, rows, cache.length)
+        return shared, KVCache(cache.kv, cache.dense, kv_segments, kv_positions, cache.length + T)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logits, f32 (B, T, V), on every device, for sampling and checks.
@@ -409,6 +409,6 @@ class Transformer(nnx.Module):
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def build_as(structure: Structure, model: Model, kernel: Kernel, remat: Plan, ctx: Context, rngs: nnx.Rngs) -> Transformer:
+def build_as(structure: Structure, model: Model, kernel: Kernel, remat: RematPlan, ctx: Context, rngs: nnx.Rngs) -> Transformer:
     """Return the model of a family with this structure."""
     return Transformer(model, kernel, remat, dataclasses.replace(ctx, structure=structure), rngs)

@@ -21,6 +21,6 @@ def layers_by_kind(model: Model) -> list[tuple[str, int]]:
     return [(kind, letters.count(kind)) for kind in dict.fromkeys(letters)]
 
 
-def all_of(model: Model, kind: str) -> Model:
+def with_kind(model: Model, kind: str) -> Model:
     """Return the model's config with all layers changed to this kind."""
     return dataclasses.replace(model, sliding_window=window(model, kind), attention_pattern="")

@@ -33,8 +33,8 @@ from jax.extend.core import get_opaque_trace_state
 from jaxtrain.config.schema import Sharding
 from jaxtrain.kernels.fp8 import E4M3, Float8, encode, from_bits, to_bits
 from jaxtrain.kernels.numerics import Numerics
-from jaxtrain.models.module import Definition, Params, filled, part
-from jaxtrain.models.stored import Encoded, Stored
+from jaxtrain.models.module import Definition, Params, replace_leaves, select_leaves
+from jaxtrain.models.stored import Encoded, StoredWeight
 from jaxtrain.sharding import (
     Axes,
     GatherSpec,
@@ -124,7 +124,7 @@ class Zero:
     def gather_weight(self, w: Any, axes: Axes, exact: bool = False) -> Any:
         """Return one weight, gathered, in the compute dtype; if `exact`, in the master dtype."""
         if isinstance(w, StackWeight):
-            raise TypeError("the stack of layers is not run by remat.Plan.run alone: set uses_plan_run = False in the model")
+            raise TypeError("the stack of layers is not run by RematPlan.run alone: set uses_plan_run = False in the model")
         if isinstance(w, Encoded):
             return self._gather_encoded(w)
         if not isinstance(w, ComputeCopy):
@@ -143,7 +143,7 @@ class Zero:
         arrays = {name: x.value if isinstance(x, ComputeCopy) else x for name, x in w.parts.items()}
         return checkpoint_name(_gather_and_decode(arrays, w.stored, self), "weight")
 
-    def ungathered(self, w: Any, axes: Axes) -> jax.Array:
+    def local_weight(self, w: Any, axes: Axes) -> jax.Array:
         """Return a weight that is used without being gathered, in the master dtype."""
         spec = dataclasses.replace(self.gather_spec(axes, w.dtype), dims=())
         return gather_weight(w, dataclasses.replace(spec, summed=()) if self.sums_once else spec)
@@ -205,21 +205,21 @@ class Zero:
         Args:
           base, copies: of `step_weights`.
           differentiated: the weights of `base` that autodiff differentiates.
-          stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if remat.Plan.run runs the stack.
+          stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if RematPlan.run runs the stack.
           adds: whether the backward pass adds the gradients to `stack`. If not, the gradients replace `stack`.
         """
         weights = jax.tree.map(
             lambda copy, w: w if copy is None else ComputeCopy(copy, w),
             copies,
-            filled(base, differentiated),
+            replace_leaves(base, differentiated),
             is_leaf=_is_copy_or_none,
         )
         if not stack:
             return weights
-        learnt = part(weights, jax.tree.map(lambda _: True, stack))
+        learnt = select_leaves(weights, jax.tree.map(lambda _: True, stack))
         gradients = StackGradients(stack, adds)
         marked = jax.tree.map(lambda w, into: StackWeight(w, into, gradients), learnt, stack, is_leaf=_is_compute_copy)
-        return filled(weights, marked)
+        return replace_leaves(weights, marked)
 
     def gradient_buffers(self, stack: Params) -> Params:
         """Return arrays for the gradients of a stack's weights, in the reduce dtype."""
@@ -256,9 +256,9 @@ class Zero:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_and_decode(arrays: dict[str, jax.Array], stored: Stored, zero: Zero) -> jax.Array:
+def _gather_and_decode(arrays: dict[str, jax.Array], stored: StoredWeight, zero: Zero) -> jax.Array:
     """Return the weight of one layer, decoded. It is one operation for remat policies, as `sharding.all_gather_weight` is."""
-    axes = stored.part_axes(zero.placement)
+    axes = stored.array_axes(zero.placement)
     if not zero.gather_once:
         arrays = {
             name: all_gather_weight(x, zero.gather_spec(axes[name][len(axes[name]) - x.ndim :], x.dtype))
@@ -303,4 +303,4 @@ def make_zero(sharding: Sharding, placement: Placement) -> Zero:
     # A pipeline accumulates over any number of microbatches.
     several = layout.batch[0] > 1 or placement.size("stage") > 1
     sums_once = several or placement.crosses_nodes(placement.gather_axes("embed"))
-    return Zero(placement, Numerics.of(layout.dtypes), once, once or sharding.zero == 2, sums_once)
+    return Zero(placement, Numerics.from_dtypes(layout.dtypes), once, once or sharding.zero == 2, sums_once)

@@ -85,17 +85,17 @@ def attention(device: Any, sizes: Sizes) -> list[tuple[TimedWork, TimedWork]]:
     """Return both passes of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
     If cuDNN supports packed sequences, the first kernel is compiled for them, as in training, and the second, without packing,
-    is for the case that it fails. cuDNN's backward pass may run in parts of the batch and heads (cudnn.part_of). Both passes
-    are then timed for one part, since a plan counts slicing and joining as memory traffic.
+    is for the case that it fails. cuDNN's backward pass may run in parts of the batch and heads (cudnn.backward_chunk). Both
+    passes are then timed for one part, since a plan counts slicing and joining as memory traffic.
     """
     B, T, N, K, H = sizes.attention
     packed, plain = Spec(H, "bf16", True, max_segments=32), Spec(H, "bf16", False, max_segments=1)
     pairs = []
     for spec in (packed, plain):
-        name, _ = support.choose("auto", [(spec, T)], Hardware.of(device))
+        name, _ = support.choose_attention("auto", [(spec, T)], Hardware.from_device(device))
         rows, heads = B, N
         if name == "cudnn":
-            rows, heads = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if spec.packed else 1)
+            rows, heads = cudnn.backward_chunk(B, T, T, N, K, H, spec.max_segments + 1 if spec.packed else 1)
         if name == "cudnn" or spec is plain:
             pairs.append(micro.attention(device, name, spec, (rows, T, heads, max(1, heads * K // N), H)))
     return pairs

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels import attention as attention_table
-from jaxtrain.kernels.attention.support import unable
+from jaxtrain.kernels.attention.support import unsupported_reason
 from jaxtrain.kernels.experts import grouped_matmul
-from jaxtrain.kernels.experts.support import choose
+from jaxtrain.kernels.experts.support import choose_matmul
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models.zero import make_zero
@@ -40,7 +40,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
     for name in attention_table.IMPLEMENTATIONS:
         for packed in (False, True):
             spec = attention_table.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
-            why_not = unable(name, [spec], attention_table.Hardware.of(device))
+            why_not = unsupported_reason(name, [spec], attention_table.Hardware.from_device(device))
             if name == "reference" and T > NO_SCORES:
                 why_not = f"holds all {T:,} x {T:,} scores"
             forward, forward_backward = measure.attention(device, name, spec, sizes.attention)
@@ -121,8 +121,8 @@ def experts(device: Any, sizes: Sizes) -> Iterator[TimedWork]:
 
     For comparison, matmuls in which all rows have one expert are also yielded. They have the same FLOPs.
     """
-    numerics = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
-    impl = choose("auto", attention_table.Hardware.of(device), numerics.compute == jnp.float32)
+    numerics = Numerics.from_dtypes(make_placement(one_device(), [device]).layout.dtypes)
+    impl = choose_matmul("auto", attention_table.Hardware.from_device(device), numerics.compute == jnp.float32)
 
     def body(kind: str, constants: Any, a: jax.Array) -> jax.Array:
         b, sizes_E = constants

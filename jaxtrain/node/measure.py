@@ -327,7 +327,7 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Tim
             make_arrays(state),
         )
 
-    gpu_hardware = attention_table.Hardware.of(devices[0])
+    gpu_hardware = attention_table.Hardware.from_device(devices[0])
     major, minor = gpu_hardware.compute_capability
     unable = is_fp8 and gpu_hardware.platform != "cpu" and 10 * major + minor < precision.SM
     element_bytes = (2 * value.itemsize + 2) / 3  # bytes of an element: two matrices are read, the third is written

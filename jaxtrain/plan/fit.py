@@ -14,8 +14,8 @@ from jaxtrain.config import hardware
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.config.shapes import STACK
 from jaxtrain.models import flops
-from jaxtrain.models.module import Params, names, part
-from jaxtrain.models.stored import Stored
+from jaxtrain.models.module import Params, leaf_names, select_leaves
+from jaxtrain.models.stored import StoredWeight
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
@@ -65,15 +65,15 @@ def least_memory(run: RunConfig, topology: Topology) -> LeastMemory:
     state = local_bytes((params, program.state.ema, program.batch, () if program.offload else program.state.optimizer))
     sharding, axes = run.sharding, program.definition.axes
     gathered = jax.tree.map(lambda a, dims: _gathered_size(program, a, dims), params, axes)
-    trained_params = part(params, program.trained)
+    trained_params = select_leaves(params, program.trained)
     if run.train.grad_accum > 1:
-        summed = part(gathered, program.trained) if zero.reduce_once else jax.tree.map(_shard_size, trained_params)
+        summed = select_leaves(gathered, program.trained) if zero.reduce_once else jax.tree.map(_shard_size, trained_params)
         gradients = sum(jax.tree.leaves(summed)) * zero.numerics.sums.itemsize
     else:
         clipped = run.optimizer.clip_norm > 0
         gradients = sum(map(_shard_size, jax.tree.leaves(trained_params))) * zero.numerics.reduce.itemsize * clipped
     width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
-    used = dict(zip(jax.tree.leaves(names(params)), _params_with_axes(params, axes), strict=True))
+    used = dict(zip(jax.tree.leaves(leaf_names(params)), _params_with_axes(params, axes), strict=True))
     if zero.gather_once:
         in_use = sum(_gathered_size(program, a, dims) * (1 if a.dtype == BITS else width) for a, dims in used.values())
     else:
@@ -102,7 +102,7 @@ def _shard_size(a: jax.ShapeDtypeStruct) -> int:
     return math.prod(a.sharding.shard_shape(a.shape))
 
 
-def _gathered_size(program: Program, a: jax.ShapeDtypeStruct | Stored, axes: Axes, one_layer: bool = False) -> int:
+def _gathered_size(program: Program, a: jax.ShapeDtypeStruct | StoredWeight, axes: Axes, one_layer: bool = False) -> int:
     """Return the elements of a gathered weight on a device: of all layers, or of `one_layer`."""
     placement = program.placement
     skip = int(one_layer and axes[:1] == ("layers",))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.shapes import STACK
 from jaxtrain.models.activations import AXES
-from jaxtrain.models.module import part
+from jaxtrain.models.module import select_leaves
 from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
 from jaxtrain.sharding import Axes
 from jaxtrain.step.batch import MICROBATCHES
@@ -136,7 +136,7 @@ def _state_rows(program: Program) -> Iterator[ShardingRow]:
     for name, a in _leaves(program.state.ema).items():
         yield array_row(name, "average", a, axes[name])
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
-    for name, a in _leaves(part(program.state.params, program.trained)).items():
+    for name, a in _leaves(select_leaves(program.state.params, program.trained)).items():
         yield array_row(name, "gradient", a.update(dtype=program.zero.numerics.sums), axes[name])
 
 

@@ -1,6 +1,6 @@
 """Choose the activations to save in the available memory, for remat.policy=auto.
 
-The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
+The first choice saves the result of every matmul and attention call (`SAVED["auto"]`). If the compiled step does not
 fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
 step then decides whether a choice fits. No formula knows the activations of a family from outside the package, whose further
 choices are those of NEXT_POLICY in turn. `ranks` is the number of devices over which experts are sharded. Imports no jax.
@@ -16,7 +16,7 @@ from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import Model, Moe, Remat
 from jaxtrain.config.shapes import FIRST_ROUND, FURTHER_ROUND
 from jaxtrain.models import flops
-from jaxtrain.models.activations import LATENTS, kept
+from jaxtrain.models.activations import LATENTS, saved_activations
 from jaxtrain.step.stages import schedule_of
 
 # Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
@@ -173,13 +173,13 @@ class Activations:
         """
         if self.model.outside:
             return Remat(NEXT_POLICY[remat.policy])
-        return self.least_recompute(self.saved_bytes(kept(remat)) - excess_gib * 2**30)
+        return self.least_recompute(self.saved_bytes(saved_activations(remat)) - excess_gib * 2**30)
 
 
 def describe_choice(model: Model, remat: Remat) -> str:
     """Return a line for the log: the activations that the chosen remat policy saves."""
     absent = {*(() if model.kv_lora_rank else LATENTS), *(() if has_gate(model) else ("attention_gate",))}
-    names = sorted({*kept(remat)} - absent)
+    names = sorted({*saved_activations(remat)} - absent)
     if not names:
         return "remat.policy=auto saves only each layer's input"
     caveat = f", as far as the layers of {model.family} name them (checkpoint_name)" if model.outside else ""

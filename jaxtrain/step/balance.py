@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtrain.config.schema import Moe
 from jaxtrain.config.shapes import EXPERT_METRICS, MTP, PERIOD
 from jaxtrain.kernels.experts.routing import COLUMNS
-from jaxtrain.models.module import Params, filled, part
+from jaxtrain.models.module import Params, replace_leaves, select_leaves
 
 BIAS = "router_bias"
 
@@ -83,7 +83,7 @@ class Balance:
             row = self._stacked_layers + int(path[1].key)  # of mtp.0.block.mlp.router_bias
             return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
 
-        return filled(params, jax.tree_util.tree_map_with_path(move_bias, part(params, self.bias_mask)))
+        return replace_leaves(params, jax.tree_util.tree_map_with_path(move_bias, select_leaves(params, self.bias_mask)))
 
 
 def dotted(path: Any) -> str:

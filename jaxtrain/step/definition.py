@@ -13,12 +13,12 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_s
 from jaxtrain.config.shapes import MTP, without_period
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
-from jaxtrain.models.lora import EQUATIONS, Lora, is_adapter
-from jaxtrain.models.module import Definition, Params, names
-from jaxtrain.models.precision import eight_bit
+from jaxtrain.models.lora import EQUATIONS, LoraSpec, is_adapter
+from jaxtrain.models.module import Definition, Params, leaf_names
+from jaxtrain.models.precision import fp8_weight_names
 from jaxtrain.models.remat import make_plan
-from jaxtrain.models.rules import wrong_targets
-from jaxtrain.models.stored import Stored
+from jaxtrain.models.rules import target_problems
+from jaxtrain.models.stored import StoredWeight
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import build_as
 from jaxtrain.models.zero import Zero
@@ -38,7 +38,7 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
         numerics,
         placement,
         zero,
-        lora=Lora(run.lora.rank, run.lora.scale, split_items(run.lora.targets), run.lora.experts, numerics.adapters),
+        lora=LoraSpec(run.lora.rank, run.lora.scale, split_items(run.lora.targets), run.lora.experts, numerics.adapters),
         moe=run.moe,
         own=own_settings(run.own),
         structure=getattr(module, "STRUCTURE", Structure()),
@@ -54,13 +54,13 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
             raise own_parts.WrongPart("model.family", run.model.family, rule, "Return a model such as a Transformer.")
         return model
 
-    def store(name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> Stored | None:
+    def store(name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> StoredWeight | None:
         return stored_as(run.lora.base, name, shape, axes, dot) if run.lora.rank else None
 
     return Definition(make_model, store, placement)
 
 
-def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> Stored | None:
+def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> StoredWeight | None:
     """Return how a frozen weight is stored; None: as it is.
 
     Args:
@@ -73,7 +73,7 @@ def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: boo
     if base == "bf16" or not adaptable or (base == "mxfp4" and "experts" not in axes):
         return None
     xs, ws = EQUATIONS[last].split("->")[0].split(",")
-    return Stored(base, shape, axes, inputs_first=ws[0] in xs)
+    return StoredWeight(base, shape, axes, inputs_first=ws[0] in xs)
 
 
 def for_inference(run: RunConfig) -> RunConfig:
@@ -92,9 +92,9 @@ def fp8_weights(precision: str, exclude: str, definition: Definition) -> Params:
     With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
-    name_tree = jax.tree.map(without_period, names(definition.dots))
+    name_tree = jax.tree.map(without_period, leaf_names(definition.dots))
     multiplied = [name for name, dot in zip(*map(jax.tree.leaves, (name_tree, definition.dots)), strict=True) if dot]
-    chosen, problems = eight_bit(precision, exclude, [*dict.fromkeys(multiplied)])
+    chosen, problems = fp8_weight_names(precision, exclude, [*dict.fromkeys(multiplied)])
     if problems:
         raise ConfigError(problems)
     return jax.tree.map(lambda name: name in chosen, name_tree)
@@ -107,13 +107,13 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """
-    name_tree = jax.tree.map(without_period, names(definition.abstract))
+    name_tree = jax.tree.map(without_period, leaf_names(definition.abstract))
     parameter_names = [*dict.fromkeys(jax.tree.leaves(name_tree))]
     if lora.rank:
         adapted = {
             name.rpartition(".")[2].removesuffix("_a") for name in parameter_names if is_adapter(name) and name.endswith("_a")
         }
-        if problems := wrong_targets(lora, sorted(adapted), any(name.endswith(".router") for name in parameter_names)):
+        if problems := target_problems(lora, sorted(adapted), any(name.endswith(".router") for name in parameter_names)):
             raise ConfigError(problems)
         return jax.tree.map(is_adapter, name_tree)
     patterns = split_items(train.freeze)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config.own_parts import WrongPart, calling
 from jaxtrain.config.shapes import MTP_KEYS, MTP_METRICS, STACK
-from jaxtrain.models.module import Definition, Params, part
+from jaxtrain.models.module import Definition, Params, select_leaves
 from jaxtrain.models.moe import Statistics
 from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import Placement, all_reduce, to_residual
@@ -163,14 +163,14 @@ def make_gradients(
       pipe: the pipeline, if layers are on stages.
     """
     placement = objective.placement
-    trained_axes = part(definition.axes, trained)
+    trained_axes = select_leaves(definition.axes, trained)
 
     def gradients(params: Params, batch: Batch) -> tuple[Report, Params]:
         total, mtp_totals = total_count(batch, objective), mtp_counts(batch, objective)
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
-        trained_weights = part(base, trained)
-        # remat.Plan.run computes the gradients of the stack, autodiff computes all others.
+        trained_weights = select_leaves(base, trained)
+        # RematPlan.run computes the gradients of the stack, autodiff computes all others.
         stack = {name: w for name, w in trained_weights.items() if definition.uses_plan_run and name == STACK}
         unstacked = {name: w for name, w in trained_weights.items() if name not in stack}
 

@@ -12,10 +12,10 @@ from jaxtrain.step.attention_specs import attention_specs, calls, training_specs
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
     """Return (the attention kernel for training on devices of the type of `device`, the reason for the choice)."""
-    hardware = Hardware.of(device)
+    hardware = Hardware.from_device(device)
     specs = attention_specs(run.model, run.data, run.compute, run.train.deterministic)
     specs = training_specs(specs, run.attention.forward, hardware)
-    name, reason = support.choose(run.attention.impl, calls(specs, run.data.seq_len, context), hardware)
+    name, reason = support.choose_attention(run.attention.impl, calls(specs, run.data.seq_len, context), hardware)
     if run.attention.forward == "fp8":
         reason += f"; forward pass in e4m3{', emulated' * (specs[0].fp8 == EMULATED)}"
     return Kernel(name, specs, Split(context)), reason

@@ -12,7 +12,7 @@ from jaxtrain.config.hardware import HOST_LIMIT, HOST_SHARE, Devices, host_gib
 from jaxtrain.config.schema import Remat, RunConfig
 from jaxtrain.metrics.throughput import HasMemoryStats
 from jaxtrain.metrics.throughput import memory_gib as measured
-from jaxtrain.models.activations import kept
+from jaxtrain.models.activations import saved_activations
 from jaxtrain.step import auto_remat, compiler
 from jaxtrain.step.program import Program, build_program
 from jaxtrain.step.validate import validate_step, with_values
@@ -93,7 +93,7 @@ def reduce_saved(program: Program, taken_gib: float, usable_gib: float) -> RunCo
     """
     run = program.run
     excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
-    if excess <= 0 or not kept(run.remat):
+    if excess <= 0 or not saved_activations(run.remat):
         return None
     packed = program.kernel.name == "cudnn" and run.data.masks_documents
     documents = run.data.most_documents if packed else 0

@@ -54,7 +54,7 @@ class ModelFlops:
 @functools.lru_cache(maxsize=8)
 def model_flops(run: RunConfig) -> ModelFlops:
     """Return the FLOPs per token of a run's model. For a family from outside the package, a count may take seconds."""
-    formula = ModelFlops(flops.training(run.model, run.data.seq_len, run.lora, run.train), flops.beyond(run))
+    formula = ModelFlops(flops.training(run.model, run.data.seq_len, run.lora, run.train), flops.hfu_extra(run))
     name, m = run.model.family, run.model
     if not m.outside:
         return formula
@@ -117,7 +117,7 @@ def count_flops(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
     tally = Tally()
     active = [*jax.tree.leaves(trained), *(False for _ in rows)]
     (hidden,), total = tally.count_jaxpr(traced, active)
-    learns = flops.learns(run.lora, run.train, "embed.embedding" if run.model.tied_head else "head")
+    learns = flops.is_trained(run.lora, run.train, "embed.embedding" if run.model.tied_head else "head")
     head = flops.heads(run.model) * (1 + hidden + learns)
     return total * (1 / run.data.seq_len) + Flops(head, head), tuple(sorted(tally.unknown))
 

@@ -23,8 +23,8 @@ from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.shapes import STACK
 from jaxtrain.models.attention import Shared
 from jaxtrain.models.module import Definition, Params
-from jaxtrain.models.remat import Body, Kind, add_at, at, flatten, kinds_at, layer_at, save_at
-from jaxtrain.models.transformer import Cache, Transformer
+from jaxtrain.models.remat import Body, Kind, add_at, flatten, kinds_at, layer_at, save_at, take_layer
+from jaxtrain.models.transformer import KVCache, Transformer
 from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import Placement
 from jaxtrain.step.loss import Batch
@@ -54,7 +54,7 @@ class Slot(NamedTuple):
             return body(carry, layer, shared, self.kind)
         # Zeros for the body of an empty slot: a gradient of its input that is NaN ends here.
         body_input = _select(self.full, carry, jax.tree.map(jnp.zeros_like, carry))
-        return _select(self.full, body(body_input, layer, shared.where(self.full), self.kind), carry)
+        return _select(self.full, body(body_input, layer, shared.with_valid(self.full), self.kind), carry)
 
 
 class StageLayers:
@@ -76,7 +76,7 @@ class StageLayers:
         self._checkpoints = per_group // self._each  # of a group
         # With a period in each slot, its layers have their own checkpoints.
         has_period = self._plan.period > 1
-        self._body = self._plan.through(self._plan.checkpoint(model.layer)) if has_period else model.layer
+        self._body = self._plan.element_body(self._plan.checkpoint(model.layer)) if has_period else model.layer
         self._run = self._run_checkpoint if has_period else self._plan.checkpoint(self._run_checkpoint)
 
     def _run_checkpoint(self, carry: Any, layers: list[Any], shared: Shared, *slots: Any) -> Any:
@@ -151,7 +151,7 @@ class StageLayers:
         return dx, sums
 
     def _saved_leaves(self, this: Pass, buffers: Buffers, checkpoint: jax.Array) -> list[jax.Array]:
-        return [at(b, this.slot * self._checkpoints + checkpoint) for b in buffers]
+        return [take_layer(b, this.slot * self._checkpoints + checkpoint) for b in buffers]
 
     def forward(self, this: Pass, x: Any, buffers: Buffers) -> tuple[Any, Buffers]:
         """Return a group's output, and the buffers with its saved activations in the pass's slot."""
@@ -235,14 +235,14 @@ class PipelineModel:
         shared, layers = model.share(micro["segments"], micro["positions"]), self.layers(model)
 
         def run_group(x: Any, state: Any, group: jax.Array, is_active: jax.Array) -> tuple[Any, Any]:
-            group_shared = shared.where(is_active)
-            body = model.remat.through(model.layer)
+            group_shared = shared.with_valid(is_active)
+            body = model.remat.element_body(model.layer)
             return layers.through(lambda x, layer, slot, _: slot.run(body, x, layer, group_shared), x, group), state
 
         x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), run_group)
         return model.final_hidden(x)[0]
 
-    def decode(self, model: Transformer, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def decode(self, model: Transformer, tokens_BT: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Return the hidden states of new tokens, on all stages, and the cache with the tokens in it.
 
         A stage caches the keys and values of its own layers.
@@ -258,7 +258,7 @@ class PipelineModel:
             def run_layer(carry: tuple[Any, Any], block: Any, slot: Slot, i: jax.Array) -> tuple[Any, Any]:
                 x, kv = carry
                 old = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), kv)
-                x, new = slot.run(body, (x, old), block, shared.where(is_active))
+                x, new = slot.run(body, (x, old), block, shared.with_valid(is_active))
                 return x, jax.tree.map(
                     lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _select(is_active, new, old)
                 )

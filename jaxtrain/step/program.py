@@ -21,7 +21,7 @@ from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, element_kinds
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.module import Definition, Params, names, part
+from jaxtrain.models.module import Definition, Params, leaf_names, select_leaves
 from jaxtrain.models.remat import make_plan
 from jaxtrain.models.zero import Zero, make_zero
 from jaxtrain.optim.optimizer import check_groups, make_optimizer, make_schedule
@@ -92,7 +92,7 @@ class Program:
     def parameters(self) -> int:
         """Return the number of the model's parameters, without adapters."""
         weights = self.definition.weights
-        named_weights = zip(jax.tree.leaves(names(weights)), jax.tree.leaves(weights), strict=True)
+        named_weights = zip(jax.tree.leaves(leaf_names(weights)), jax.tree.leaves(weights), strict=True)
         return sum(math.prod(a.shape) for name, a in named_weights if not is_adapter(name))
 
     @property
@@ -113,7 +113,7 @@ class Program:
 
     def saved_state(self, state: TrainState) -> TrainState:
         """Return the arrays of a state, abstract or not, that a checkpoint of this run has."""
-        return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
+        return dataclasses.replace(state, params=select_leaves(state.params, self.trained)) if self.adapters else state
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -123,12 +123,12 @@ class Program:
     def base_state(self, state: TrainState) -> TrainState:
         """Return a state, abstract or not, with only its step and its parameters, without the parameters of adapters."""
         frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
-        return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
+        return TrainState(state.step, select_leaves(state.params, frozen), (), layers=state.layers)
 
 
 def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
-    name_tree = jax.tree.map(without_period, names(definition.abstract))
+    name_tree = jax.tree.map(without_period, leaf_names(definition.abstract))
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), name_tree)
     return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers, model.period)
 
@@ -139,7 +139,7 @@ def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bo
     unrolled: layers are not in a loop.
 
     Raises:
-      ConfigError: train.accumulate = layer, and the model's layers are not run by remat.Plan.run.
+      ConfigError: train.accumulate = layer, and the model's layers are not run by RematPlan.run.
     """
     if train.grad_accum == 1:
         return False
@@ -166,7 +166,7 @@ def make_pipeline(model: Model, placement: Placement, definition: Definition) ->
 def make_objective(run: RunConfig, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
     """Return the objective of a train step."""
     head = "embed.embedding" if run.model.tied_head else "head"
-    head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
+    head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, leaf_names(trained), trained)))
     pair_settings = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
     settings = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
     spec = LossSpec(zero.numerics, zero.placement, zero, *settings, *pair_settings, own_settings(run.own))
@@ -195,7 +195,7 @@ def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
     placement = make_placement(run, devices)
     layout, zero = placement.layout, make_zero(run.sharding, placement)
     kernel, kernel_reason = choose_kernel(run, layout.context, devices[0])
-    if problems := support.problems(run.moe.impl, Hardware.of(devices[0]), run.compute == "f32"):
+    if problems := support.problems(run.moe.impl, Hardware.from_device(devices[0]), run.compute == "f32"):
         raise ConfigError(problems)
     definition = make_definition(run, zero, kernel)
     pipe = make_pipeline(run.model, placement, definition)
@@ -203,7 +203,7 @@ def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
     # The roles of parameters, and the optimizer.
     trained = trained_parameters(run.lora, run.train, definition)
     in_fp8 = fp8_weights(run.precision, run.fp8.exclude, definition)
-    trained_axes = part(definition.axes, trained)
+    trained_axes = select_leaves(definition.axes, trained)
     check_groups(run.optimizer, trained_axes)
     check_offload(run.optimizer, run.model.family, trained_axes)
     offload = run.optimizer.offload == "moments"
@@ -227,7 +227,7 @@ def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
     param_specs = definition.specs(placement)
     in_specs = param_specs, placement.spec(MICROBATCHES)
     report_specs = jax.tree.map(lambda _: P(), jax.eval_shape(lambda: objective.zero_report))
-    gradients = placement.shard_map(local_gradients, in_specs, (report_specs, part(param_specs, trained)))
+    gradients = placement.shard_map(local_gradients, in_specs, (report_specs, select_leaves(param_specs, trained)))
 
     train_step = make_train_step(
         gradients,

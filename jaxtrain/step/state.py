@@ -20,7 +20,7 @@ from jaxtrain.checkpoint import digests
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.config.shapes import PERIOD, period_name, without_period
-from jaxtrain.models.module import Definition, Params, filled, is_stacked, part
+from jaxtrain.models.module import Definition, Params, is_stacked, replace_leaves, select_leaves
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import Placement, replicated
 from jaxtrain.step import guard, stacks
@@ -53,7 +53,7 @@ def weights(state: TrainState) -> Params:
 
 def eval_weights(state: TrainState) -> Params:
     """Return the weights of a state, abstract or not, for evaluations and samples: the averages, and weights without one."""
-    return filled(state.params, state.ema) if state.ema else state.params
+    return replace_leaves(state.params, state.ema) if state.ema else state.params
 
 
 def begin_average(state: TrainState, abstract: TrainState) -> TrainState:
@@ -65,7 +65,7 @@ def begin_average(state: TrainState, abstract: TrainState) -> TrainState:
         # The averages are new arrays, because the step donates them and the weights.
         return jax.tree.map(lambda e, w: jnp.copy(w).astype(e.dtype), abstract.ema, params)
 
-    trained_params = part(state.params, jax.tree.map(lambda _: True, abstract.ema))
+    trained_params = select_leaves(state.params, jax.tree.map(lambda _: True, abstract.ema))
     return dataclasses.replace(state, ema=jax.jit(copy_weights, out_shardings=shardings(abstract.ema))(trained_params))
 
 
@@ -113,13 +113,13 @@ def abstract_state(
     optimizer = optax.tree_map_params(
         tx,
         shard_moment,
-        jax.eval_shape(tx.init, part(abstract, mask)),
-        part(params, mask),
+        jax.eval_shape(tx.init, select_leaves(abstract, mask)),
+        select_leaves(params, mask),
         transform_non_params=lambda a: _like(a, unsharded),
         is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
     guard_state = jax.tree.map(lambda a: _like(a, unsharded), jax.eval_shape(guard.init_guard))
-    ema = jax.tree.map(lambda p: p.update(dtype=jnp.float32), part(params, mask)) if average else ()
+    ema = jax.tree.map(lambda p: p.update(dtype=jnp.float32), select_leaves(params, mask)) if average else ()
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=unsharded), params, optimizer, guard_state, ema, layers)
 
 
@@ -154,7 +154,7 @@ def create_state(
     """
 
     def select(tree: Params, choice: Params | None) -> Params:
-        return tree if choice is None else part(tree, choice)
+        return tree if choice is None else select_leaves(tree, choice)
 
     layouts = shardings(select(abstract.params, only))
 

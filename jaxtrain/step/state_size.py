@@ -26,7 +26,7 @@ def least_gib(run: RunConfig, components: Collection[str]) -> float:
     if run.lora.rank or run.train.freeze.strip():
         dtypes = [run.compute if run.lora.rank else run.dtypes.params]
     total = flops.parameters(run.model)["total"] * sum(BYTES[name] for name in dtypes)
-    base = rules.in_base(run.model, run.lora.base) if run.lora.rank else {}
+    base = rules.base_matrices(run.model, run.lora.base) if run.lora.rank else {}
     for count, inputs, outputs in base.values():
         total += count * inputs * outputs * (BYTES[run.lora.base] - BYTES[run.compute])
     return total / 2**30

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.models.module import Params, filled, part
+from jaxtrain.models.module import Params, replace_leaves, select_leaves
 from jaxtrain.optim.update import Update
 from jaxtrain.step import guard
 from jaxtrain.step.balance import Balance
@@ -60,11 +60,15 @@ def make_train_step(
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
             verdict, guard_state = guard.judge(state.guard, value, norm, spike)
-            old = part(state.params, trained)
+            old = select_leaves(state.params, trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
-            params = filled(state.params, params)
+            params = replace_leaves(state.params, params)
             params = balance.update_router_bias(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
-            ema = update_average(state.ema, part(params, trained), ema_decay, verdict == guard.TAKEN) if ema_decay else ()
+            ema = (
+                update_average(state.ema, select_leaves(params, trained), ema_decay, verdict == guard.TAKEN)
+                if ema_decay
+                else ()
+            )
             done = state.step + (verdict != guard.HELD)
         new = TrainState(done.astype(jnp.int32), params, optimizer, guard_state, ema, state.layers)
         metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}

@@ -41,7 +41,7 @@ from jaxtrain.config.schema import (
 )
 from jaxtrain.models import FAMILIES, rules
 from jaxtrain.models.activations import parse_tensors
-from jaxtrain.models.precision import eight_bit, matmuls, unsupported
+from jaxtrain.models.precision import fp8_problems, fp8_weight_names, matmul_weights
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, too_coarse
 from jaxtrain.runtime.timelimit import limit_s
@@ -173,9 +173,9 @@ def _combined_problems(run: RunConfig, devices: Devices, bad: set[str]) -> list[
     problems += rules.check_model(run.model, bad)
     problems += _remat(run.remat, run.model, bad)
     if "precision" not in bad:
-        problems += unsupported(run.precision, devices)
+        problems += fp8_problems(run.precision, devices)
         if run.model.family in FAMILIES:  # weights of other families have names only after the model is built
-            problems += eight_bit(run.precision, run.fp8.exclude, matmuls(run.model))[1]
+            problems += fp8_weight_names(run.precision, run.fp8.exclude, matmul_weights(run.model))[1]
     problems += schema.parse_options(run.compiler.options)[1]
     problems += _schedule(optimizer, run.train.steps, bad)
     problems += [] if bad & {"dtypes.v", "optimizer.beta2"} else too_coarse(optimizer, dtypes)
@@ -193,7 +193,7 @@ def _combined_problems(run: RunConfig, devices: Devices, bad: set[str]) -> list[
         problems += [] if bad & {"lora.base", *SHAPE_KEYS} else _base(run, devices)
         if run.model.family in FAMILIES:
             adaptable = run.model.adaptable(run.lora.experts != "none")
-            problems += rules.wrong_targets(run.lora, adaptable, run.model.num_experts > 0) or rules.unused_experts(
+            problems += rules.target_problems(run.lora, adaptable, run.model.num_experts > 0) or rules.unused_experts(
                 run.lora, run.model
             )
     if run.loss.is_pairwise:
@@ -355,7 +355,7 @@ def _base(run: RunConfig, devices: Devices) -> Iterable[Problem]:
     else:
         layout, _ = find_layout(run, devices)
         shards = {axis: layout.shards(axis) for axis in rules.SPLIT.values()} if layout else {}
-        yield from rules.wrong_base(base, m, shards)
+        yield from rules.base_problems(base, m, shards)
 
 
 def _pairs(loss: Loss, data: Data, bad: set[str]) -> Iterable[Problem]:

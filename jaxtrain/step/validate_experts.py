@@ -8,7 +8,7 @@ from jaxtrain.config.schema import EXPERT_AXIS, FIT, Problem, RunConfig, split_i
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import FAMILIES
-from jaxtrain.models.precision import EXPERTS, eight_bit, matmuls
+from jaxtrain.models.precision import EXPERTS, fp8_weight_names, matmul_weights
 
 ROUTER = "layers.mlp.router"
 
@@ -32,10 +32,10 @@ def check_experts(run: RunConfig, hardware: Hardware | None, layout: Layout, bad
     if not hardware:
         return
     yield from support.problems(run.moe.impl, hardware, exact=run.precision == "f32")
-    even = run.moe.capacity_factor or support.alone(run.moe.impl, m.num_experts, ranks)
+    even = run.moe.capacity_factor or support.single_expert(run.moe.impl, m.num_experts, ranks)
     # Weights of a family from outside the package have names only after the model is built.
     if m.family in FAMILIES and not even and m.num_experts % ranks == 0:
-        weights = EXPERTS & eight_bit(run.precision, run.fp8.exclude, matmuls(m))[0]
+        weights = EXPERTS & fp8_weight_names(run.precision, run.fp8.exclude, matmul_weights(m))[0]
         names = sorted(name.removeprefix("layers.") for name in weights)
         names = [*split_items(run.fp8.exclude), *names] if names else []
         yield from support.problems_fp8(run.moe.impl, hardware, names, m.num_experts)

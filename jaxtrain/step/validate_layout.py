@@ -23,7 +23,7 @@ from jaxtrain.config.schema import (
 )
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.models import FAMILIES
-from jaxtrain.models.rules import OF_DELTA
+from jaxtrain.models.rules import DELTA_KEYS
 from jaxtrain.optim import moments
 from jaxtrain.step import attention_specs
 from jaxtrain.step.validate_experts import check_experts
@@ -45,7 +45,7 @@ DIMENSIONS = (  # key, its logical axis, and another key: if that is 0, the dime
     ("model.d_model", "expert_embed", "model.num_experts"),
 )
 SHAPE_KEYS = {f"model.{name}" for name in ("num_heads", "num_kv_heads", "head_dim", "d_ff", "d_model", "num_layers")}
-SHAPE_KEYS |= {f"model.{name}" for name in ("attention_pattern", *OF_DELTA)}
+SHAPE_KEYS |= {f"model.{name}" for name in ("attention_pattern", *DELTA_KEYS)}
 
 
 def layer_matrices(model: Model) -> dict[str, dict[str, int]]:

@@ -27,7 +27,7 @@ from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.samples import Sampling, split_prompts
 from jaxtrain.models.attention import Kernel, cached_arrays
 from jaxtrain.models.module import Definition, Params
-from jaxtrain.models.transformer import Cache, empty_cache
+from jaxtrain.models.transformer import KVCache, empty_cache
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import Placement, make_placement
 from jaxtrain.step.attention_specs import attention_specs
@@ -50,7 +50,9 @@ class Sampler:
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
             for spec in attention_specs(run.model, run.data, run.compute, run.train.deterministic)
         )
-        name, _ = support.choose("auto", [(spec, 1) for spec in specs], Hardware.of(placement.mesh.devices.flat[0]))
+        name, _ = support.choose_attention(
+            "auto", [(spec, 1) for spec in specs], Hardware.from_device(placement.mesh.devices.flat[0])
+        )
         self.definition = make_definition(run, make_zero(run.sharding, self.placement), Kernel(name, specs))
         check_decodes(run.model.family, run.sample.max_tokens, self.definition)
         self._pipe = make_pipeline(run.model, self.placement, self.definition)
@@ -70,11 +72,11 @@ class Sampler:
         state = self.placement.spec(("layers", None, "heads", None, None))
         conv_spec = self.placement.spec(("layers", None, None, "heads", None))
         layer_specs = [(state, *(conv_spec,) * 3) if letter == DELTA else (kv, kv) for letter in model.kinds[: model.period]]
-        cache_type: Any = Cache
+        cache_type: Any = KVCache
         stack_spec = tuple(layer_specs) if model.period > 1 else layer_specs[0]
         return cache_type(stack_spec, ((dense_kv, dense_kv),) * model.dense_layers, P(), P(), P())
 
-    def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
+    def _decode(self, params: Params, cache: KVCache, tokens_BT: jax.Array) -> tuple[jax.Array, KVCache]:
         """Return the logits of the token that follows `tokens_BT`, f32 (B, V), and the cache with `tokens_BT` added."""
         model = self.definition.bind(params)
         hidden, cache = self._pipe.decode(model, tokens_BT, cache) if self._pipe else model.decode(tokens_BT, cache)
@@ -84,7 +86,7 @@ class Sampler:
         logits_BV, cache = self.decode(params, cache, tokens_BT)
         return sample_token(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
 
-    def empty_cache(self, rows: int, room: int) -> Cache:
+    def empty_cache(self, rows: int, room: int) -> KVCache:
         """Return an empty key/value cache on the devices, for `rows` sequences of up to `room` tokens."""
         empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._num_slots)
         return jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(self.placement.mesh, spec), self.cache_specs))

@@ -34,7 +34,7 @@ from jaxtrain.data.windows import PairRows
 from jaxtrain.hf import lora
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.lora import B, is_adapter
-from jaxtrain.models.module import Params, names
+from jaxtrain.models.module import Params, leaf_names
 from jaxtrain.step import state
 from jaxtrain.step.program import Program
 from jaxtrain.train.batch_feed import BatchFeed
@@ -262,7 +262,7 @@ def without_adapters(params: Params) -> Params:
     def member(name: str, x: jax.Array) -> jax.Array:
         return jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x) if is_adapter(name) and name.endswith(B) else x
 
-    return jax.tree.map(member, names(params), params)
+    return jax.tree.map(member, leaf_names(params), params)
 
 
 def encode_log_probs(log_probs: np.ndarray, about: Mapping[str, Any]) -> bytes:

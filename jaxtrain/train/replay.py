@@ -30,7 +30,7 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.config.shapes import STACK
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.receipt import device_facts
-from jaxtrain.models.module import part
+from jaxtrain.models.module import select_leaves
 from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.startup import set_compile_cache
 from jaxtrain.step import compiler, guard, state
@@ -182,7 +182,9 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     store = Checkpoints(folder / "checkpoints", finite=False)
     tensors = store.restore(record["step"], state.abstract_tensors(abstract))
     params = state.from_tensors(abstract, tensors).params
-    optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(part(params, program.trained))
+    optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(
+        select_leaves(params, program.trained)
+    )
     guard_values = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
     guard_state = jax.device_put(guard_values | {"held": np.int32(0)}, state.shardings(program.state.guard))
     done = jax.device_put(np.int32(record["step"] - 1), program.state.step.sharding)

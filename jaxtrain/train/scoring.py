@@ -63,7 +63,9 @@ class Scorer:
             for spec in attention_specs(run.model, run.data, run.compute)
         )
         longest = padded_length(self.max_length)
-        name, _ = support.choose("auto", [(spec, longest) for spec in specs], Hardware.of(mesh.devices.flat[0]))
+        name, _ = support.choose_attention(
+            "auto", [(spec, longest) for spec in specs], Hardware.from_device(mesh.devices.flat[0])
+        )
         definition = make_definition(spread, make_zero(spread.sharding, self.placement), Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._unsharded = replicated(self.placement)

@@ -14,7 +14,7 @@ from jaxtrain.data.opening import epochs_in_words
 from jaxtrain.metrics import samples
 from jaxtrain.metrics.progress import Console
 from jaxtrain.models import flops
-from jaxtrain.models.module import part
+from jaxtrain.models.module import select_leaves
 from jaxtrain.sharding import large_replicated_arrays
 from jaxtrain.step import state
 from jaxtrain.step.stages import IDLE, schedule_of
@@ -48,7 +48,7 @@ def print_summary(setup: Setup, console: Console) -> None:
         console.warn(f"{in_words} of conversations or pairs: a model learns them by heart in a few. Fix: train.epochs=3")
     parameters = short_count(program.parameters)
     active_text = f" ({short_count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
-    num_trained = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
+    num_trained = sum(math.prod(a.shape) for a in jax.tree.leaves(select_leaves(program.state.params, program.trained)))
     if program.adapters:
         stored = "" if run.lora.base == "bf16" else f" of a base in {run.lora.base}"
         adapters = f"adapters of {short_count(num_trained)} on {run.lora.targets}{stored}"

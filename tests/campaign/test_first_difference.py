@@ -79,7 +79,7 @@ EVERYTHING = ["activations", "gradients", "gradient"]  # of the output, of the i
 def test_a_bug_in_rope_is_named(gemma, monkeypatch):
     """The rotary tables of layers with a window, used in the layer with full attention, are named there and nowhere else."""
     folder, theirs = gemma
-    monkeypatch.setattr(attention, "tables_of", lambda shared, kind: shared.rotary[0])
+    monkeypatch.setattr(attention, "rotary_tables", lambda shared, kind: shared.rotary[0])
     found = compare_with_outputs(theirs, open_origin(str(folder)))
     assert different(found) == {"layer 2, attention": EVERYTHING}
     assert found.first(LIMIT).startswith("layer 2, attention: activations ") and found.logits > LIMIT

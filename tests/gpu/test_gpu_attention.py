@@ -242,7 +242,7 @@ def test_pallas_gives_the_same_bits_each_time():
 
 def skip_unless_able(kernel: str, spec: attention.Spec, T: int) -> None:
     try:
-        support.choose(kernel, [(spec, T)], attention.Hardware.of(jax.devices()[0]))
+        support.choose_attention(kernel, [(spec, T)], attention.Hardware.from_device(jax.devices()[0]))
     except ConfigError as error:
         pytest.skip(str(error))
 

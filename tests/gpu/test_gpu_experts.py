@@ -34,8 +34,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def impl(dtype: str) -> str:
     """Return the implementation for this dtype on this GPU; on a CPU, that for Hopper."""
     device = jax.devices()[0]
-    hardware = Hardware("gpu", (9, 0)) if device.platform == "cpu" else Hardware.of(device)
-    return support.choose("auto", hardware, exact=dtype == "f32")
+    hardware = Hardware("gpu", (9, 0)) if device.platform == "cpu" else Hardware.from_device(device)
+    return support.choose_matmul("auto", hardware, exact=dtype == "f32")
 
 
 def loads(how: str, R: int, E: int) -> list[int]:

@@ -20,8 +20,8 @@ def test_fp8_matmuls(shape, types, sums, record_property):
     on_gpu = jax.default_backend() == "gpu"
     M, K, N = shape
     x, y = jax.random.normal(jax.random.key(0), (M, K)), 3 * jax.random.normal(jax.random.key(1), (N, K))
-    scales = [fp8.scale_of(jnp.abs(a).max(), t) for a, t in zip((x, y), types, strict=True)]
-    a, b = (fp8.rounded(m, s, t) for m, s, t in zip((x, y), scales, types, strict=True))
+    scales = [fp8.amax_scale(jnp.abs(a).max(), t) for a, t in zip((x, y), types, strict=True)]
+    a, b = (fp8.quantize(m, s, t) for m, s, t in zip((x, y), scales, types, strict=True))
     few = [m[:256].astype(jnp.float32) * s for m, s in zip((a, b), scales, strict=True)]
     want = jnp.einsum("mk,nk->mn", *few, precision="highest")
     multiply = functools.partial(fp8.multiply, out=jnp.dtype("bfloat16"), sums=sums)

@@ -18,8 +18,8 @@ from kernel_bounds import EXACT as e
 from kernel_bounds import ROUNDOFF, in_8_bits
 
 from jaxtrain.kernels import fp8
-from jaxtrain.kernels.attention import EMULATED, KERNEL, NOTHING, Rows, Spec, implementation, pallas, pallas_kernels
-from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, Tile, paired, swapped
+from jaxtrain.kernels.attention import EMPTY_LSE, EMULATED, KERNEL, Rows, Spec, implementation, pallas, pallas_kernels
+from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, AttentionTile, pair_registers, swap_keys
 from jaxtrain.kernels.context_parallel import ring
 
 B, N, K = 2, 4, 2
@@ -75,7 +75,7 @@ def mask_of(rows: Rows, spec: Spec, row: int) -> np.ndarray:
 
 def off(x: np.ndarray) -> np.ndarray:
     """Return, for each number of a head, the largest change that rounding it to e4m3 can cause."""
-    scale = float(fp8.scale_of(jnp.float32(np.abs(x).max()), fp8.E4M3))
+    scale = float(fp8.amax_scale(jnp.float32(np.abs(x).max()), fp8.E4M3))
     return np.maximum(2.0**-4 * np.abs(x), scale * 2.0**-10)
 
 
@@ -120,7 +120,7 @@ def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool, heads=None) -
         limit_lse = np.where(mask, d, 0).max(1) + (len(k) + 16) * e * (1 + abs(wanted))
         worst[0] = max(worst[0], (abs(out - P @ v) / limit).max())
         worst[1] = max(worst[1], (abs(lse - wanted) / limit_lse).max())
-        assert (got[1][row, head, ~real] == np.float32(NOTHING)).all()
+        assert (got[1][row, head, ~real] == np.float32(EMPTY_LSE)).all()
     return worst
 
 
@@ -128,7 +128,7 @@ def compare(spec: Spec, arrays, rows: Rows, got, of_rounded: bool, heads=None) -
 def small_tiles(monkeypatch):
     """Use tiles so small that a short row has many tiles."""
     monkeypatch.setattr(pallas, "LONGEST", 32)
-    monkeypatch.setattr(pallas, "tiles", lambda head_dim: {FORWARD_FP8: Tile(32, 32, 2)})
+    monkeypatch.setattr(pallas, "tiles", lambda head_dim: {FORWARD_FP8: AttentionTile(32, 32, 2)})
     monkeypatch.setattr(pallas_kernels, "ROWS", 16)
 
 
@@ -150,10 +150,10 @@ def test_weights_stay_in_their_registers():
     """Thread t of 4 holds the same columns of the weights as a matmul's result and as the next matmul's left operand.
 
     The tables of the PTX ISA define both: fragment D, with 32 columns, is the result. Fragment A of .m64nNk32 is the operand,
-    whose columns are in the order of `swapped`.
+    whose columns are in the order of `swap_keys`.
     """
     columns = 64
-    order = np.asarray(swapped(jnp.arange(columns), 0))
+    order = np.asarray(swap_keys(jnp.arange(columns), 0))
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
     for group, t in np.ndindex(8, 4):
         held = np.empty(shape, object)
@@ -162,7 +162,7 @@ def test_weights_stay_in_their_registers():
             assert block.size == 2
             for row, at in enumerate(np.ndindex(block.shape)):
                 block[at] = tuple((group + 8 * row, 8 * i + 2 * t + j) for j in range(2))
-        made = paired(held, lambda pair: pair[0] + pair[1])
+        made = pair_registers(held, lambda pair: pair[0] + pair[1])
         assert made.shape == mgpu.WGMMA_LAYOUT_8BIT.registers_shape((64, columns))
         for i, registers in enumerate(np.split(made, columns // 32, axis=1)):  # the four registers of one instruction
             for r, register in enumerate(registers.flat):
@@ -243,5 +243,5 @@ def test_blocks_merge_into_the_whole(small_tiles):
 
     got = [np.asarray(x, np.float64) for x in both(*arrays[:3], rows)]
     # merging two results of rows that see no key gives NOTHING only up to rounding
-    got[1] = np.where(got[1] < NOTHING / 2, np.float32(NOTHING), got[1])
+    got[1] = np.where(got[1] < EMPTY_LSE / 2, np.float32(EMPTY_LSE), got[1])
     assert max(compare(spec, arrays, rows, got, of_rounded=False)) <= 1

@@ -20,10 +20,10 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races, reset_
 from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from jaxtrain.kernels.attention import Rows, Spec, chunked, cudnn, pallas, pallas_kernels, sinks, tiles
-from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KEYS, QUERIES, Tile
+from jaxtrain.kernels.attention.pallas_kernels import FORWARD, KEYS, QUERIES, AttentionTile
 
 B = 2
-SMALL_TILES = {FORWARD: Tile(32, 16, 2), QUERIES: Tile(32, 32, 2), KEYS: Tile(16, 32, 2)}
+SMALL_TILES = {FORWARD: AttentionTile(32, 16, 2), QUERIES: AttentionTile(32, 32, 2), KEYS: AttentionTile(16, 32, 2)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,7 +200,7 @@ def test_parts_of_a_backward_pass_are_the_whole(packed, size, monkeypatch):
     watched = SimpleNamespace(**vars(cudnn_emulator.MODULE))
     watched._dot_product_attention_bwd_p_wrapper = SimpleNamespace(bind=bind)
     monkeypatch.setattr(cudnn, "fused", watched)
-    monkeypatch.setattr(cudnn, "part_of", lambda *shape, **how: size)
+    monkeypatch.setattr(cudnn, "backward_chunk", lambda *shape, **how: size)
     got = jax.jit(lambda *given: gradients(*given, rows, spec))(q, k, v, do)
     assert set(taken) == {size} and len(taken) == 3 * (3 // size[0]) * (4 // size[1])
     for a, b in zip(got, want, strict=True):

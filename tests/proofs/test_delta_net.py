@@ -17,7 +17,7 @@ from hlo_text import RATES
 from jaxtrain.config.hardware import Devices
 from jaxtrain.kernels import delta_rule as kernel
 from jaxtrain.models import flops
-from jaxtrain.models.rules import OF_DELTA
+from jaxtrain.models.rules import DELTA_KEYS
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.step import validate
 from jaxtrain.step.state import abstract_tensors, layer_name, split_layer
@@ -267,7 +267,7 @@ def test_checkpoints_number_the_layers_of_the_model():
     [
         ({"model.attention_pattern": "dd"}, "model.attention_pattern", {"model.attention_pattern": "dddg"}),
         ({"model.num_layers": 5}, "model.num_layers", {"model.num_layers": 6}),
-        ({"model.attention_pattern": ""}, "model.linear_key_heads", {f"model.{name}": 0 for name in OF_DELTA}),
+        ({"model.attention_pattern": ""}, "model.linear_key_heads", {f"model.{name}": 0 for name in DELTA_KEYS}),
         ({"model.linear_key_heads": 0}, "model.linear_key_heads", {"model.linear_key_heads": 2}),
         ({"model.linear_value_heads": 3}, "model.linear_value_heads", {"model.linear_value_heads": 2}),
         ({"remat.policy": "full", "remat.every": 2}, "remat.every", {"remat.every": 1}),

@@ -45,10 +45,10 @@ def test_scales(dtype):
     """
     most = float(jnp.finfo(dtype).max)
     amax = np.array([1e-30, 3e-5, 0.7, 1.0, most, 2 * most, 1e4, 3e38], np.float32)
-    scale = np.asarray(jax.jit(fp8.scale_of, static_argnums=1)(amax, dtype))
+    scale = np.asarray(jax.jit(fp8.amax_scale, static_argnums=1)(amax, dtype))
     assert np.array_equal(np.log2(scale), np.round(np.log2(scale)))
     assert (amax / scale <= most).all() and (amax / scale >= most / 2).all()
-    odd = np.asarray(fp8.scale_of(jnp.array([0.0, np.inf, np.nan, 1e-37]), dtype))
+    odd = np.asarray(fp8.amax_scale(jnp.array([0.0, np.inf, np.nan, 1e-37]), dtype))
     assert odd[0] == 1.0 and np.isnan(odd[1:3]).all() and odd[3] == fp8.SMALLEST
 
 
@@ -321,7 +321,7 @@ def names(changes: dict[str, Any]) -> set[str]:
 
 def test_weights_are_excluded_by_name():
     assert names({"precision": "bf16"}) == set()
-    assert names(SMALL) == ALL == {*precision.matmuls(helpers.tiny(SMALL).model)}
+    assert names(SMALL) == ALL == {*precision.matmul_weights(helpers.tiny(SMALL).model)}
     assert names(SMALL | {"fp8.exclude": "wo, mlp.down"}) == ALL - {"layers.attention.wo", "layers.mlp.down"}
     assert names(SMALL | {"fp8.exclude": "attention"}) == {name for name in ALL if "mlp" in name}
     shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
@@ -339,7 +339,7 @@ def rounded(changes: dict[str, Any]) -> dict[Any, int]:
     zero = helpers.program(run).zero
     placement = zero.placement
     how = run.moe.capacity_factor, placement, zero.numerics
-    spec = feed_forward.Spec(run.model.num_experts, layers.GATED["silu"], "auto", *how)
+    spec = feed_forward.ExpertsSpec(run.model.num_experts, layers.GATED["silu"], "auto", *how)
 
     def block(x, w):
         used = zero.gather_weight(ComputeCopy(held(w), w), feed_forward.AXES)

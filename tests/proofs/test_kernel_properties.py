@@ -200,7 +200,7 @@ def test_embedding(types):
     @on_shards((TABLE, ("batch", "sequence"), residual), (residual, TABLE))
     def run(table, tokens, dy):
         columns = p.mesh_axes("embed")
-        x, back = jax.vjp(lambda table: embed(zero.ungathered(table, TABLE), tokens, p, columns, n.compute), table)
+        x, back = jax.vjp(lambda table: embed(zero.local_weight(table, TABLE), tokens, p, columns, n.compute), table)
         return x, *back(dy)
 
     @given(seeds, sizes, st.integers(1, V))

@@ -181,7 +181,7 @@ def test_a_step_has_the_flops_of_adapters_and_no_gradient_of_weights(model):
     settings, none = SMALL | MODELS[model] | UNROLLED | LORA, {"lora.experts": "none"}
     for experts, remat in (("each", "none"), ("shared", "none"), ("each", "full")):
         runs = [helpers.tiny(settings | {"remat.policy": remat} | more) for more in ({"lora.experts": experts}, none)]
-        of_adapters, of_none = (helpers.training_flops(run).causal + flops.beyond(run).causal for run in runs)
+        of_adapters, of_none = (helpers.training_flops(run).causal + flops.hfu_extra(run).causal for run in runs)
         assert matmuls(runs[0]) - matmuls(runs[1]) == pytest.approx(of_adapters - of_none, rel=1e-3), (experts, remat)
     # A frozen weight has two matmuls in place of three. All of attention's are in the program, and half of them in the formula.
     settings = SMALL | MODELS[model] | UNROLLED | {"remat.policy": "none"}

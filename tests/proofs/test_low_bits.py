@@ -219,11 +219,11 @@ def test_error(fmt, first):
     w = jnp.asarray(np.random.default_rng(4).standard_normal((2, 512, 1024)), jnp.bfloat16)
     parts = encode(w, fmt, first)
     off = np.asarray(decode(parts, fmt, first, jnp.float32), np.float64) - np.asarray(w, np.float64)
-    told = low_bits.error(w, parts, fmt, first)
+    told = low_bits.relative_error(w, parts, fmt, first)
     assert told == pytest.approx(np.sqrt((off**2).mean() / (np.asarray(w, np.float64) ** 2).mean()), rel=1e-5)
     assert told == pytest.approx({"fp8": 0.0264, "nf4": 0.0921, "mxfp4": 0.1143}[fmt], rel=0.02)
     zeros = jnp.zeros((64, 64))
-    assert low_bits.error(zeros, encode(zeros, fmt, first), fmt, first) == 0
+    assert low_bits.relative_error(zeros, encode(zeros, fmt, first), fmt, first) == 0
 
 
 # ---- Shards and stacks

@@ -163,7 +163,7 @@ REMAT = {"model.num_layers": 4, "data.seq_len": 20, "model.d_ff": 56}
 
 
 def test_gradients_of_a_stack_are_those_of_autodiff(monkeypatch):
-    """Layers run by remat.Plan.run (uses_plan_run = True), in groups and with some activations on the host, have the gradients
+    """Layers run by RematPlan.run (uses_plan_run = True), in groups and with some activations on the host, have the gradients
     of plain autodiff (uses_plan_run = False) without rematerialization.
     """
     given = SMALL | REMAT | {"mesh.fsdp": 2, "train.grad_accum": 2, "train.accumulate": "microbatch"}

@@ -326,7 +326,7 @@ TILED = [(17, 0, 133, 101, 2), (0, 0, 330, 0, 0), (0,) * 5, (1, 7, 8, 9, 300), (
 @pytest.mark.parametrize("sizes", TILED)
 def test_every_row_has_one_tile(sizes):
     """An expert's tiles start at a multiple of 8 and cover its rows without gaps. `visits` has room for all of them."""
-    visits, used = jax.jit(pallas.tiles_of, static_argnums=(1, 2))(jnp.array(sizes), 336, 128)
+    visits, used = jax.jit(pallas.row_tiles, static_argnums=(1, 2))(jnp.array(sizes), 336, 128)
     seen, owner = [], np.repeat(np.arange(6), [*sizes, 336 - sum(sizes)])
     assert int(used[0]) <= len(visits)
     for expert, first, start, stop in np.asarray(visits)[: int(used[0])].tolist():
@@ -342,8 +342,8 @@ def test_auto_takes_pallas_where_it_can(generation, dtype):
     """For bfloat16 on Hopper, auto chooses Pallas. Elsewhere it chooses XLA's ragged matmul, and moe.impl=pallas is refused."""
     hardware, exact = Hardware("gpu", generation) if generation else Hardware("cpu"), dtype == "float32"
     where_it_can = generation == (9, 0) and not exact
-    assert support.choose("auto", hardware, exact) == ("pallas" if where_it_can else "ragged")
-    assert support.choose("ragged", hardware, exact) == "ragged"
+    assert support.choose_matmul("auto", hardware, exact) == ("pallas" if where_it_can else "ragged")
+    assert support.choose_matmul("ragged", hardware, exact) == "ragged"
     assert not support.problems("auto", hardware, exact)
     assert [p.key for p in support.problems("pallas", hardware, exact)] == ([] if where_it_can else ["moe.impl"])
 

@@ -16,7 +16,7 @@ from jaxtrain.hf import parts
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import place_model, read_params, segment_positions
 from jaxtrain.hf.names import HEAD, PREFIX, model_entries
-from jaxtrain.models.module import names
+from jaxtrain.models.module import leaf_names
 from jaxtrain.sharding import all_reduce
 
 ROUNDING = 2e-5
@@ -62,7 +62,7 @@ def write_whole(source: Any, theirs: Path, tokens_BT: np.ndarray) -> None:
         for name, array in (("logits", logits), ("states", states[:, 0]), ("cotangents", dx[:, 0])):
             made[name].append(np.asarray(array[0] if name == "logits" else array))
         for section, tree in zip(sections, own, strict=True):
-            for name, gradient in zip(jax.tree.leaves(names(tree)), jax.tree.leaves(tree), strict=True):
+            for name, gradient in zip(jax.tree.leaves(leaf_names(tree)), jax.tree.leaves(tree), strict=True):
                 if name.startswith(section.weights):
                     full = name.replace(STACK, f"{STACK}.{section.index}", 1) if name.startswith(f"{STACK}.") else name
                     entry, x = known[PREFIX + full], np.asarray(gradient)

@@ -14,7 +14,7 @@ import pytest
 from plans import LOOP, ONE_EACH, TWO, compiled, config, module
 
 from jaxtrain.models import activations
-from jaxtrain.models.activations import KEPT
+from jaxtrain.models.activations import SAVED
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import assignment, buffers, hlo
@@ -194,5 +194,5 @@ def test_a_step_that_is_too_big_saves_less_until_it_fits():
     step = compile_step(config(*ONE_EACH, "remat.policy=auto", "remat.tensors=", *small), parse_topology("h200:8"))
     limit = step.card.usable_gib
     assert limit == pytest.approx(0.025 * 139.8, abs=0.02)
-    assert frozenset() < activations.kept(step.program.run.remat) < set(KEPT["auto"])
+    assert frozenset() < activations.saved_activations(step.program.run.remat) < set(SAVED["auto"])
     assert taken_gib(step.executable) <= limit

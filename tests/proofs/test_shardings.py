@@ -167,7 +167,9 @@ def test_what_is_kept_is_what_the_policy_names(policy):
     run = tiny({"remat.policy": policy, "remat.tensors": "q=keep,mlp_up=keep" if policy == "custom" else ""})
     rows = of(run).filter(kind="activation")
     kept = [r for r in rows if r.saved == "keep"]
-    assert {r.name for r in kept} == (activations.kept(run.remat) & {r.name for r in rows}) | {shardings.LAYER_INPUT}
+    assert {r.name for r in kept} == (activations.saved_activations(run.remat) & {r.name for r in rows}) | {
+        shardings.LAYER_INPUT
+    }
     assert {r.copies for r in kept} == {run.model.num_layers}
     assert {r.copies for r in rows if r.saved == "recompute"} == {1}
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels.attention import KERNEL, Hardware, Rows, Spec, cudnn, pallas
-from jaxtrain.kernels.attention.support import choose
+from jaxtrain.kernels.attention.support import choose_attention
 from jaxtrain.plan import topology
 
 CPU, A100, H100, T4 = Hardware("cpu"), Hardware("gpu", (8, 0)), Hardware("gpu", (9, 0)), Hardware("gpu", (7, 5))
@@ -49,7 +49,7 @@ CANNOT = [
 @pytest.mark.parametrize(("name", "changes", "hardware"), CANNOT)
 def test_a_kernel_that_cannot_is_refused_by_name(name, changes, hardware):
     with pytest.raises(ConfigError) as error:
-        choose(name, [(dataclasses.replace(BF16, **changes), 4096)], hardware)
+        choose_attention(name, [(dataclasses.replace(BF16, **changes), 4096)], hardware)
     assert error.value.problems[0].key == ("attention.forward" if "fp8" in changes else "attention.impl")
 
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_cannot_is_refused_by_name(name, changes, hardware):
     ],
 )
 def test_auto_takes_the_first_that_can(changes, hardware, seq_len, taken):
-    assert choose("auto", [(dataclasses.replace(BF16, **changes), seq_len)], hardware)[0] == taken
+    assert choose_attention("auto", [(dataclasses.replace(BF16, **changes), seq_len)], hardware)[0] == taken
 
 
 # ---- cuDNN, as far as it can be tested without a GPU
@@ -121,7 +121,7 @@ def test_private_cudnn_primitives_lower_for_a_gpu(asked):
 )
 def test_parts_are_the_fewest_whose_workspace_is_small_and_which_fill_the_gpu(shape, part, gib):
     B, T, S, N, K, H, documents = shape
-    assert cudnn.part_of(*shape) == part
+    assert cudnn.backward_chunk(*shape) == part
     rows, heads = part
     whole = cudnn.workspace_bytes(B * documents, T, S, N, K, H)
     smaller = cudnn.workspace_bytes(rows * documents, T, S, heads, max(1, heads * K // N), H)

@@ -14,7 +14,7 @@ from jaxtrain.config.layout import arrange, resolve_layout
 from jaxtrain.config.schema import Remat
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.models.activations import KEPT, kept
+from jaxtrain.models.activations import SAVED, saved_activations
 from jaxtrain.step import auto_remat
 from jaxtrain.step.memory import compile_to_fit, reduce_saved, taken_gib
 from jaxtrain.step.stages import Schedule
@@ -41,7 +41,7 @@ def experts(*overrides: str):
 def test_the_first_choice_computes_no_gemm_again():
     r = run()
     assert flops.recompute(r.model, r.remat, r.data.seq_len).causal == 0
-    assert kept(r.remat) == set(KEPT["auto"])
+    assert saved_activations(r.remat) == set(SAVED["auto"])
 
 
 def test_bytes_are_those_of_the_arrays():
@@ -87,11 +87,11 @@ def test_bytes_of_experts_and_of_a_pipeline():
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
     """The chosen set of saved activations has the least recompute of all sets that free `excess` GiB; all are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
-    now = saved(r, axes, True).saved_bytes(kept(r.remat)) / 2**30
+    now = saved(r, axes, True).saved_bytes(saved_activations(r.remat)) / 2**30
     found = saved(r, axes, True).smaller(r.remat, excess)
     assert found is not None
     cost = flops.recompute(r.model, found, r.data.seq_len).causal
-    assert saved(r, axes, True).saved_bytes(kept(found)) / 2**30 <= now - excess
+    assert saved(r, axes, True).saved_bytes(saved_activations(found)) / 2**30 <= now - excess
     for size, every in ((n, auto_remat.GROUPS) for n in range(len(auto_remat.GROUPS))):
         for groups in itertools.combinations(every, size):
             names = frozenset(itertools.chain(*groups))

@@ -20,7 +20,7 @@ from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import RunConfig, format_value
 from jaxtrain.data import loading
 from jaxtrain.models import FAMILIES
-from jaxtrain.models.activations import KEPT
+from jaxtrain.models.activations import SAVED
 from jaxtrain.optim.moments import INT8
 from jaxtrain.step.validate import validate_step
 
@@ -356,5 +356,5 @@ def test_declared_keys_hold_their_defaults_and_the_choices_that_exist():
         assert not key.choices or values[name] in key.choices, name
         assert key.out_of_range(values[name]) is None, name
     assert schema.choices("model.family") == tuple(FAMILIES)
-    assert schema.choices("remat.policy") == (*KEPT, "custom")
+    assert schema.choices("remat.policy") == (*SAVED, "custom")
     assert all(INT8 in schema.choices(f"dtypes.{moment}") for moment in ("m", "v"))

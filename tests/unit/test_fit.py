@@ -122,7 +122,7 @@ def test_the_config_knows_the_matrices_that_a_base_stores(name):
             into, out = how.matrix if how.inputs_first else how.matrix[::-1]
             sizes = found.setdefault(re.sub(r"^dense_layers\.\d+", "dense_layers", weight), [0, into, out])
             sizes[0] += math.prod(how.shape) // (into * out)
-        expected = rules.in_base(run.model, base)
+        expected = rules.base_matrices(run.model, base)
         for part in {key.rpartition(".")[2] for key in expected}:  # the dense layers' attention counts with the others'
             one = [sum(sizes[0] for key, sizes in each.items() if key.endswith(f".{part}")) for each in (found, expected)]
             assert one[0] == one[1], part

@@ -152,12 +152,12 @@ def test_a_capacity_costs_its_places_and_is_in_no_mfu():
     one = 6 * 3 * 2 * 2 * FEW.d_model * FEW.d_ff  # forward FLOPs of all layers' experts, with two experts a token
     roomy = dataclasses.replace(EXPERTS, moe=Moe(capacity_factor=1.5))
     assert helpers.training_flops(roomy) == helpers.training_flops(EXPERTS)
-    assert flops.beyond(EXPERTS).causal == 0
-    assert flops.beyond(roomy).causal == pytest.approx(3 * one * 0.5)
+    assert flops.hfu_extra(EXPERTS).causal == 0
+    assert flops.hfu_extra(roomy).causal == pytest.approx(3 * one * 0.5)
     tight = dataclasses.replace(EXPERTS, moe=Moe(capacity_factor=0.5))
-    assert flops.beyond(tight).causal == pytest.approx(-3 * one * 0.5)  # dropped tokens are computed by nobody
+    assert flops.hfu_extra(tight).causal == pytest.approx(-3 * one * 0.5)  # dropped tokens are computed by nobody
     frozen = dataclasses.replace(roomy, train=Train(freeze="layers.mlp.*"))
-    assert flops.beyond(frozen).causal == pytest.approx(2 * one * 0.5)
+    assert flops.hfu_extra(frozen).causal == pytest.approx(2 * one * 0.5)
 
 
 def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():

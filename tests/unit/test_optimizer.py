@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.models.rules import OF_DELTA
+from jaxtrain.models.rules import DELTA_KEYS
 from jaxtrain.optim import groups
 from jaxtrain.optim.optimizer import check_groups, choices, decayed, make_optimizer, make_schedule
 from jaxtrain.optim.rounding import Rounding, to_bfloat16
@@ -80,7 +80,7 @@ def test_decay_and_muon_are_for_matrices_only():
     assert chosen(decayed(axes)) == hidden | {"embed.embedding", "head"}
     for name, wanted in (("muon", hidden), ("adamw", set())):
         assert chosen(jax.tree.map(lambda c: c.muon, choices(schema.Optimizer(name=name), axes))) == wanted
-    delta = {f"model.{name}": 4 for name in OF_DELTA} | {"model.attention_pattern": "dg"}
+    delta = {f"model.{name}": 4 for name in DELTA_KEYS} | {"model.attention_pattern": "dg"}
     of_delta = helpers.program(helpers.tiny(delta)).definition.axes["layers"]["0_of_2"]["delta"]
     assert chosen(decayed(of_delta)) == {"wq", "wk", "wv", "wz", "wa", "wb", "wo"}
 

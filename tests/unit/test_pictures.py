@@ -63,7 +63,7 @@ def test_steps_of_a_ring_compute_each_causal_block_once_and_are_equal():
 def test_keys_come_from_the_gpu_before(monkeypatch: pytest.MonkeyPatch):
     """In the picture of a ring, the keys of the second step are those that the code's ppermute delivers."""
     monkeypatch.setattr(jax.lax, "ppermute", lambda x, axis, ranks: dict(ranks))
-    sent: Any = Split(Context(ring=4)).around
+    sent: Any = Split(Context(ring=4)).ring_shift
     assert sent(None) == {0: 1, 1: 2, 2: 3, 3: 0}
     held = list(itertools.batched(Context(ring=4).chunks, 2))
     before = {to: held[source] for source, to in sent(None).items()}

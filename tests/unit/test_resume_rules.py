@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtrain.config import schema
-from jaxtrain.models.rules import OF_DELTA
+from jaxtrain.models.rules import DELTA_KEYS
 from jaxtrain.step import resume
 from jaxtrain.train import initial_state
 
@@ -106,7 +106,7 @@ def test_what_can_never_change_is_refused_whatever_is_allowed():
 @pytest.mark.parametrize(("pattern", "allowed"), [("dgdg", True), ("gd", False), ("dddg", False)])
 def test_delta_nets_stay_in_their_layers(pattern, allowed):
     """A pattern may change if each delta net stays in its layer: softmax attention has other weights."""
-    sizes = {f"model.{name}": size for name, size in OF_DELTA.items()} | {"model.num_layers": 4}
+    sizes = {f"model.{name}": size for name, size in DELTA_KEYS.items()} | {"model.num_layers": 4}
     before, after = (tree(**sizes, **{"model.attention_pattern": name}) for name in ("dg", pattern))
     assert [p.key for p in resume.compare_configs(before, after)[1]] == ["model.attention_pattern"]
     assert (resume.compare_configs(before, after, "model.attention_pattern")[1] == []) is allowed

@@ -13,7 +13,7 @@ from jaxtrain.hf.folder import HfFolder, model_of, open_folder
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.models import presets
 from jaxtrain.models.hf_keys import FAMILY
-from jaxtrain.models.hugging_face import HuggingFaceError, text_part
+from jaxtrain.models.hugging_face import HuggingFaceError, text_config
 
 SEES = {"vision_tower.patch.weight": np.ones((4, 3), np.float32), "multi_modal_projector.bias": np.ones(5, np.int64)}
 SIZE = 4 * 3 * 4 + 5 * 8  # bytes of SEES
@@ -57,9 +57,9 @@ def test_the_text_part_is_that_of_a_folder_of_text(tmp_path, name, place):
 def test_keys_beside_text_config_that_count():
     text = hugging_face.settings("llama2") | {"tie_word_embeddings": None, "eos_token_id": 2}
     whole = {"model_type": "sees", "text_config": text, "tie_word_embeddings": True, "eos_token_id": [1, 106]}
-    found = text_part(whole, {}, "config.json")
+    found = text_config(whole, {}, "config.json")
     assert (found["tie_word_embeddings"], found["eos_token_id"], found["model_type"]) == (True, [1, 106], "llama")
-    assert text_part(whole, {"tie_word_embeddings": False}, "config.json")["tie_word_embeddings"] is False
+    assert text_config(whole, {"tie_word_embeddings": False}, "config.json")["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("of_text", [True, False])
@@ -86,7 +86,7 @@ def test_keys_that_transformers_4_left_out_of_text_config():
     }
     for name, keys in sizes.items():
         whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": keys | rope}
-        found = model_of(text_part(whole, {}, "config.json"))
+        found = model_of(text_config(whole, {}, "config.json"))
         wanted = presets()[name]
         assert {key: getattr(found, key) for key in wanted if key != "attention_pattern"} == {
             key: value for key, value in wanted.items() if key != "attention_pattern"
@@ -141,5 +141,5 @@ def test_changes_are_those_of_the_text_part(tmp_path):
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"type": "mrope"}, {"type": "mrope", "mrope_interleaved": True}])
 def test_positions_in_pictures_do_not_change_text(rope):
     given = hugging_face.settings("qwen2", 4)
-    found = text_part({"text_config": given | {"rope_scaling": {**rope, "mrope_section": [4, 2, 2]}}}, {}, "config.json")
+    found = text_config({"text_config": given | {"rope_scaling": {**rope, "mrope_section": [4, 2, 2]}}}, {}, "config.json")
     assert model_of(found) == model_of(given)

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 if TYPE_CHECKING:
     import jax
 
-NOTHING = -1e30  # log-sum-exp of a query without visible keys; finite, so that the difference of two of them is not NaN
+EMPTY_LSE = -1e30  # log-sum-exp of a query without visible keys; finite, so that the difference of two of them is not NaN
 ALIGNED = 128  # tokens of a tile of the kernels
 EMULATED, KERNEL = "emulated", "kernel"  # the forward pass in e4m3: in XLA on CPU, or by the kernel for Hopper
 
@@ -92,7 +92,7 @@ class Hardware:
         return self.compute_capability == (9, 0)
 
     @classmethod
-    def of(cls, device: Any) -> Self:
+    def from_device(cls, device: Any) -> Self:
         """Return the hardware of a device: of jax.devices(), or of an AOT topology (`jax.experimental.topologies`)."""
         if device.platform == "cpu":
             return cls("cpu", name="cpu")

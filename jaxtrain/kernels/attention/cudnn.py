@@ -24,7 +24,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import ConfigError, Problem
-from jaxtrain.kernels.attention import NOTHING, Rows, Spec
+from jaxtrain.kernels.attention import EMPTY_LSE, Rows, Spec
 
 # jax 0.12 added a parameter for user-written changes of the scores.
 _takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
@@ -160,7 +160,7 @@ def workspace_bytes(E: int, T: int, S: int, N: int, K: int, H: int, *, determini
     return E * N * (T * (summed + 4) + expanded)
 
 
-def part_of(
+def backward_chunk(
     B: int, T: int, S: int, N: int, K: int, H: int, documents: int = 1, *, deterministic: bool = False
 ) -> tuple[int, int]:
     """Return (rows, query heads) of each part of a backward pass.
@@ -202,14 +202,14 @@ def _backward(
     spec: Spec,
     causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (dq, dk, dv), computed part after part (`part_of`).
+    """Return (dq, dk, dv), computed part after part (`backward_chunk`).
 
     slice_stats: returns the primitive's log-sum-exp operand for a part. Its arguments are `stats`, the part's rows, the part's
     query heads, and `queries` of those rows.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     documents = queries.lengths_BM.shape[1] if queries else 1
-    rows, heads = part_of(B, T, S, N, K, H, documents, deterministic=spec.deterministic)
+    rows, heads = backward_chunk(B, T, S, N, K, H, documents, deterministic=spec.deterministic)
     group = N // K
     operands, gradients = (q, k, v, out, stats, do), []
     for row, head in itertools.product(range(0, B, rows), range(0, N, heads)):
@@ -256,7 +256,7 @@ def _backward(
 # primitive accepts the log-sum-exp of all blocks.
 
 
-class Block(NamedTuple):
+class PackedBlock(NamedTuple):
     """cuDNN's description of a block of packed rows.
 
     A document without tokens has length 0, and not -1 as in `prepare`. So entry i of the kernel's results per document belongs
@@ -267,7 +267,7 @@ class Block(NamedTuple):
     keys: Packed
 
 
-def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
+def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> PackedBlock | None:
     """Return the description of a block.
 
     Without `diagonal`, all keys precede the queries. Then the queries attend to keys of one document at most: the last document
@@ -278,21 +278,21 @@ def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
     if diagonal:
         lengths_BM, starts_BM = _documents(rows.q_segments, spec)
         documents = Packed(lengths_BM, _append_offset(starts_BM))
-        return Block(documents, documents)
+        return PackedBlock(documents, documents)
     q_BT, kv_BS = rows.q_segments, rows.kv_segments
     same_document = (q_BT[:, 0] == kv_BS[:, -1]) & (q_BT[:, 0] > 0)
     queries = jnp.where(same_document, jnp.sum(q_BT == q_BT[:, :1], axis=1, dtype=jnp.int32), 0)
     keys = jnp.where(same_document, jnp.sum(kv_BS == kv_BS[:, -1:], axis=1, dtype=jnp.int32), 0)
     zero = jnp.zeros_like(queries)
     # With one entry per row, the primitive would ignore the offsets.
-    return Block(
+    return PackedBlock(
         Packed(jnp.stack([queries, zero], 1), _append_offset(jnp.stack([zero, zero], 1))),
         Packed(jnp.stack([keys, zero], 1), _append_offset(jnp.stack([kv_BS.shape[1] - keys, zero], 1))),
     )
 
 
 def block_forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Block | None, spec: Spec, diagonal: bool
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: PackedBlock | None, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `block_forward` of the package."""
     queries, keys = described or (None, None)
@@ -309,7 +309,7 @@ def block_forward(
     lse_BNT = _per_token(stats, described.queries, q_BTNH.shape[1])
     inside_BT = _in_any_document(described.queries, q_BTNH.shape[1])
     out = jnp.where(inside_BT[:, :, None, None], out, 0)
-    return out, jnp.where(inside_BT[:, None, :], lse_BNT, NOTHING)
+    return out, jnp.where(inside_BT[:, None, :], lse_BNT, EMPTY_LSE)
 
 
 def block_backward(
@@ -319,7 +319,7 @@ def block_backward(
     out_BTNH: jax.Array,
     lse_BNT: jax.Array,
     do_BTNH: jax.Array,
-    described: Block | None,
+    described: PackedBlock | None,
     spec: Spec,
     diagonal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import EMULATED, NOTHING, Rows, Spec, pallas, reference
+from jaxtrain.kernels.attention import EMPTY_LSE, EMULATED, Rows, Spec, pallas, reference
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, SHIFT
-from jaxtrain.kernels.fp8 import E4M3, rounded, scale_of
+from jaxtrain.kernels.fp8 import E4M3, amax_scale, quantize
 
 
-class Prepared(NamedTuple):
+class PreparedFp8(NamedTuple):
     """The descriptions of the batch for the kernels of the forward and of the backward pass."""
 
     forward: Any  # pallas.Prepared without tiles of the backward pass; emulated: Rows
@@ -41,21 +41,23 @@ class Forward8:
 
     base: Any
 
-    def prepare(self, rows: Rows, spec: Spec) -> Prepared:
+    def prepare(self, rows: Rows, spec: Spec) -> PreparedFp8:
         """Return the descriptions of the batch for the kernels of the forward and of the backward pass."""
         return self.describe_block(rows, spec, diagonal=True)
 
-    def attention(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
+    def attention(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: PreparedFp8, spec: Spec
+    ) -> jax.Array:
         """Return the output in the dtype of q, (B, T, N, H)."""
         return _attention(q_BTNH, k_BSKH, v_BSKH, prepared, self, spec)
 
-    def describe_block(self, rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
+    def describe_block(self, rows: Rows, spec: Spec, diagonal: bool) -> PreparedFp8:
         """Return the descriptions of a block for the kernels of the forward and of the backward pass."""
         forward = rows if spec.fp8 == EMULATED else pallas.prepare_forward(rows, spec, FORWARD_FP8)
-        return Prepared(forward, self.base.describe_block(rows, spec, diagonal))
+        return PreparedFp8(forward, self.base.describe_block(rows, spec, diagonal))
 
     def block_forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Prepared, spec: Spec, diagonal: bool
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: PreparedFp8, spec: Spec, diagonal: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return the block's output and log-sum-exp, both f32, computed in e4m3."""
         return _forward(q_BTNH, k_BSKH, v_BSKH, described.forward, spec, diagonal, jnp.dtype(jnp.float32))
@@ -68,7 +70,7 @@ class Forward8:
         out_BTNH: jax.Array,
         lse_BNT: jax.Array,
         do_BTNH: jax.Array,
-        described: Prepared,
+        described: PreparedFp8,
         spec: Spec,
         diagonal: bool,
     ) -> tuple[jax.Array, ...]:
@@ -78,7 +80,7 @@ class Forward8:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, kernel: Forward8, spec: Spec) -> jax.Array:
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: PreparedFp8, kernel: Forward8, spec: Spec) -> jax.Array:
     return _forward(q, k, v, prepared.forward, spec, True, q.dtype)[0]
 
 
@@ -99,8 +101,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 def _quantize(x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return x in e4m3, and its scales (B, N), powers of two."""
-    scale_BN = scale_of(jnp.max(jnp.abs(x_BTNH), axis=(1, 3)), E4M3)
-    return rounded(x_BTNH, scale_BN[:, None, :, None], E4M3), scale_BN
+    scale_BN = amax_scale(jnp.max(jnp.abs(x_BTNH), axis=(1, 3)), E4M3)
+    return quantize(x_BTNH, scale_BN[:, None, :, None], E4M3), scale_BN
 
 
 def _forward(
@@ -124,11 +126,11 @@ def _emulate(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) -
     scores = exact("BTKGH,BSKH->BKGTS", q, k) * (factor[..., None] * H**-0.5)
     scores = spec.softcap * jnp.tanh(scores / spec.softcap) if spec.softcap else scores
     mask = reference.visible(rows, spec)[:, None, None]
-    top = jnp.where(mask, scores, NOTHING).max(-1, keepdims=True)
+    top = jnp.where(mask, scores, EMPTY_LSE).max(-1, keepdims=True)
     p = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = p.sum(-1)
     p8 = (p * 2.0**SHIFT).astype(E4M3).astype(jnp.float32)
     has_keys, total = total > 0, jnp.where(total > 0, total, 1.0)
     out = exact("BKGTS,BSKH->BKGTH", p8, v) * (v_scale * 2.0**-SHIFT / total)[..., None]
-    lse = jnp.where(has_keys, top[..., 0] + jnp.log(total), NOTHING)
+    lse = jnp.where(has_keys, top[..., 0] + jnp.log(total), EMPTY_LSE)
     return jnp.moveaxis(out, 3, 1).reshape(B, T, N, H).astype(dtype), lse.reshape(B, N, T)

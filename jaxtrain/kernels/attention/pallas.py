@@ -30,11 +30,11 @@ from jaxtrain.kernels.attention.pallas_kernels import (
     KEYS,
     QUERIES,
     TILES,
-    Static,
-    Tile,
-    swapped,
+    AttentionStatic,
+    AttentionTile,
+    swap_keys,
 )
-from jaxtrain.kernels.attention.tiles import NEVER, count, padded, visits
+from jaxtrain.kernels.attention.tiles import NEVER, num_tiles, pad_to_tiles, visits
 from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 
 LONGEST = 128  # tokens of the longest tile of any kernel; a multiple of all other tiles' tokens
@@ -46,20 +46,35 @@ INTERPRET: plgpu.InterpretGPUParams | None = None
 
 # Padded head_dim -> tiles of each kernel. They are the largest tiles tried that the assembler fits into registers and shared
 # memory, with at most a few bytes of register spills. benchmarks/attention_tiles.py shows the sizes.
-SIZES: dict[int, dict[str, Tile]] = {
-    64: {FORWARD: Tile(128, 128, 4), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 4), KEYS: Tile(64, 128, 4)},
-    128: {FORWARD: Tile(128, 128, 2), FORWARD_FP8: Tile(128, 128, 4), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 128, 2)},
-    192: {FORWARD: Tile(128, 64, 2), FORWARD_FP8: Tile(128, 128, 2), QUERIES: Tile(128, 64, 2), KEYS: Tile(64, 64, 2)},
-    256: {FORWARD: Tile(128, 64, 2), QUERIES: Tile(128, 32, 2), KEYS: Tile(64, 64, 2)},
+SIZES: dict[int, dict[str, AttentionTile]] = {
+    64: {
+        FORWARD: AttentionTile(128, 128, 4),
+        FORWARD_FP8: AttentionTile(128, 128, 4),
+        QUERIES: AttentionTile(128, 64, 4),
+        KEYS: AttentionTile(64, 128, 4),
+    },
+    128: {
+        FORWARD: AttentionTile(128, 128, 2),
+        FORWARD_FP8: AttentionTile(128, 128, 4),
+        QUERIES: AttentionTile(128, 64, 2),
+        KEYS: AttentionTile(64, 128, 2),
+    },
+    192: {
+        FORWARD: AttentionTile(128, 64, 2),
+        FORWARD_FP8: AttentionTile(128, 128, 2),
+        QUERIES: AttentionTile(128, 64, 2),
+        KEYS: AttentionTile(64, 64, 2),
+    },
+    256: {FORWARD: AttentionTile(128, 64, 2), QUERIES: AttentionTile(128, 32, 2), KEYS: AttentionTile(64, 64, 2)},
 }
 
 
 def width(head_dim: int) -> int:
     """Return head_dim padded to a multiple of CHUNK."""
-    return count(head_dim, CHUNK) * CHUNK
+    return num_tiles(head_dim, CHUNK) * CHUNK
 
 
-def tiles(head_dim: int) -> dict[str, Tile]:
+def tiles(head_dim: int) -> dict[str, AttentionTile]:
     """Return the tile sizes of each kernel, by the kernel's name."""
     return SIZES[width(head_dim)]
 
@@ -67,8 +82,8 @@ def tiles(head_dim: int) -> dict[str, Tile]:
 class Prepared(NamedTuple):
     """Segments and positions, padded to whole tiles, and the tiles to visit for each tile. Padded keys have segment NEVER."""
 
-    queries_of: jax.Array  # segments and positions of queries, (B, 2, T)
-    keys_of: jax.Array  # segments and positions of keys, (B, 2, S)
+    q_ids: jax.Array  # segments and positions of queries, (B, 2, T)
+    kv_ids: jax.Array  # segments and positions of keys, (B, 2, S)
     forward: jax.Array  # for each tile of queries, the tiles of keys to visit (tiles.visits), (B, tiles, 4)
     queries: Any = None  # like `forward`, with the tiles of the kernel of queries' gradients; None without a backward pass
     keys: Any = None  # for each tile of keys, the tiles of queries to visit; None without a backward pass
@@ -89,8 +104,8 @@ def prepare_forward(rows: Rows, spec: Spec, name: str) -> Prepared:
     rows, tile = _documents(rows, spec), tiles(spec.head_dim)[name]
     keys = jnp.where(rows.kv_segments > 0, rows.kv_segments, NEVER)
     return Prepared(
-        jnp.stack([padded(rows.q_segments, LONGEST, 0), padded(rows.q_positions, LONGEST, 0)], 1),
-        jnp.stack([padded(keys, LONGEST, NEVER), padded(rows.kv_positions, LONGEST, 0)], 1),
+        jnp.stack([pad_to_tiles(rows.q_segments, LONGEST, 0), pad_to_tiles(rows.q_positions, LONGEST, 0)], 1),
+        jnp.stack([pad_to_tiles(keys, LONGEST, NEVER), pad_to_tiles(rows.kv_positions, LONGEST, 0)], 1),
         visits(rows, spec, tile.queries, tile.keys),
     )
 
@@ -197,7 +212,7 @@ def forward_fp8(
     B, T_pad, N, _ = q8.shape
     shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, T_pad), jnp.float32)]
     # Values have the keys' axis last: WGMMA reads 8-bit numbers only along the contracted dimension.
-    operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
+    operands = (q8, k8, jnp.transpose(swap_keys(v8, 1), (0, 2, 3, 1)), scales_BN2)
     out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
     return out[:, :T, :, :H], lse[:, :, :T]
 
@@ -205,7 +220,7 @@ def forward_fp8(
 def _pad(x_BTNH: jax.Array) -> jax.Array:
     """Return x padded with zeros: T to a multiple of LONGEST, H to a multiple of CHUNK."""
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
-    return jnp.pad(x_BTNH, ((0, 0), (0, count(T, LONGEST) * LONGEST - T), (0, 0), (0, width(H) - H)))
+    return jnp.pad(x_BTNH, ((0, 0), (0, num_tiles(T, LONGEST) * LONGEST - T), (0, 0), (0, width(H) - H)))
 
 
 def _call(
@@ -229,7 +244,7 @@ def _call(
       causal: keys and queries are of the same tokens; changes only the name.
     """
     (B, _, N, H), K = operands[0].shape, operands[1].shape[2]
-    static = Static(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)
+    static = AttentionStatic(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)
     # Profiles show the kernel's name, and plan/program/op_cost.py reads the pass and the mask from the name.
     mask = (f"window{spec.window}" if spec.window else "causal") if causal else "all"
     kernel = KERNELS[name]
@@ -245,4 +260,4 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=INTERPRET,
     )
-    return call(visits, prepared.queries_of, prepared.keys_of, *operands)
+    return call(visits, prepared.q_ids, prepared.kv_ids, *operands)

@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from jaxtrain.kernels.attention import NOTHING, Spec
+from jaxtrain.kernels.attention import EMPTY_LSE, Spec
 from jaxtrain.kernels.fp8 import E4M3
 from jaxtrain.kernels.hopper import COMPUTING, ROWS, Slots, slots, warpgroups
 
@@ -28,13 +28,13 @@ FORWARD, FORWARD_FP8, QUERIES, KEYS = "forward", "forward_fp8", "backward_q", "b
 SHIFT = 8
 CHUNK = 64  # numbers of bf16 that are contiguous in shared memory
 TILES, BATCH, HEADS = "tile", "row", "head"  # the axes of programs
-OF_ROWS, OF_COLUMNS = (
+ROW_LAYOUT, COLUMN_LAYOUT = (
     plgpu.Layout.WGMMA.reduce(1),
     plgpu.Layout.WGMMA.reduce(0),
 )  # a number for each row, or column, of a matmul's result
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """The number of tokens in a tile of queries and of keys, and the number of the loop's tiles in shared memory at a time."""
 
     queries: int
@@ -43,11 +43,11 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class AttentionStatic:
     """Compile-time parameters of a kernel."""
 
     spec: Spec
-    tile: Tile
+    tile: AttentionTile
     width: int  # head_dim, padded
     group: int  # query heads of a key/value head
     interpret: bool
@@ -59,7 +59,7 @@ class Static:
         return self.spec.head_dim**-0.5
 
     @property
-    def roles(self) -> bool:
+    def splits_gradients(self) -> bool:
         """Return whether one warpgroup sums gradients of keys and the other gradients of values.
 
         Above a width of 128, the two accumulators do not fit the registers of one warpgroup.
@@ -75,17 +75,17 @@ class Static:
         order: Any = plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(2 * chunk)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM((number, tokens, self.width), jnp.bfloat16, transforms=order)
 
-    def eights(self, number: int, rows: int, columns: int) -> Any:
+    def matrices_fp8(self, number: int, rows: int, columns: int) -> Any:
         """Return shared memory for `number` matrices of e4m3, in the order in which WGMMA reads them."""
         chunk = math.gcd(columns, 128)
         order: Any = plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(chunk)  # pyright: ignore[reportAbstractUsage]
         return plgpu.SMEM((number, rows, columns), E4M3, transforms=order)
 
-    def belonging(self, tokens: int) -> Any:
+    def token_ids(self, tokens: int) -> Any:
         """Return shared memory for segments and positions of the loop's tiles, `tokens` tokens each."""
         return plgpu.SMEM((self.tile.stages, 2, tokens), jnp.int32)
 
-    def numbers(self, tokens: int) -> Any:
+    def token_numbers(self, tokens: int) -> Any:
         """Return shared memory for one number per token of the loop's tiles, `tokens` tokens each."""
         return plgpu.SMEM((self.tile.stages, tokens), jnp.float32)
 
@@ -129,7 +129,7 @@ def _product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(into, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
 
 
-def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.Array:
+def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: AttentionStatic) -> jax.Array:
     """Return sums + a b in f32: `a` is in registers, `b` a tile in shared memory."""
     a = a.astype(b.dtype)
     if static.interpret:  # jax 0.11.2's interpreter supports WGMMA only from shared memory, and no pl.run_state
@@ -138,7 +138,7 @@ def _add_product(sums: jax.Array, a: jax.Array, b: Any, static: Static) -> jax.A
     return added
 
 
-def swapped(keys: jax.Array, axis: int) -> jax.Array:
+def swap_keys(keys: jax.Array, axis: int) -> jax.Array:
     """Return an array with its keys in the order in which threads hold them, for each 16 keys along `axis`.
 
     Four threads hold each row of a matmul's result. Thread t holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 (PTX ISA,
@@ -150,8 +150,8 @@ def swapped(keys: jax.Array, axis: int) -> jax.Array:
     return jnp.swapaxes(keys, axis + 1, axis + 2).reshape(shape)
 
 
-def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarray:
-    """Join registers of 8 columns each along axis 1 into registers of 16 columns: see `swapped`."""
+def pair_registers(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarray:
+    """Join registers of 8 columns each along axis 1 into registers of 16 columns: see `swap_keys`."""
     joined = np.empty((registers.shape[0], registers.shape[1] // 2, *registers.shape[2:]), object)
     for index in np.ndindex(joined.shape):
         joined[index] = join([registers[(index[0], 2 * index[1] + half, *index[2:])] for half in range(2)])
@@ -159,28 +159,28 @@ def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarra
 
 
 def _round_in_place(p: jax.Array) -> jax.Array:
-    """Return attention weights in e4m3 as the left operand of a matmul, without moving them between threads: see `swapped`."""
+    """Return attention weights in e4m3 as a matmul's left operand, without moving them between threads: see `swap_keys`."""
     layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
     result_type: Any = plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=layouts[1])
 
     def round_registers(_: Any, p: Any) -> Any:
-        registers = paired(p.astype(ir.Float8E4M3FNType.get()).registers, mgpu.utils.vector_concat)
+        registers = pair_registers(p.astype(ir.Float8E4M3FNType.get()).registers, mgpu.utils.vector_concat)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT_8BIT, _is_signed=None)
 
     inline: Any = plgpu.inline_mgpu(arg_types=(layouts[0],), return_type=result_type)
     return inline(round_registers)(p)
 
 
-def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
+def _product_with_values(p: jax.Array, v: Any, static: AttentionStatic) -> jax.Array:
     """Return p v in f32, with the attention weights p rounded to e4m3.
 
-    v: values (head_dim, keys) in e4m3, with keys in the order of `swapped`.
+    v: values (head_dim, keys) in e4m3, with keys in the order of `swap_keys`.
 
     The accumulator starts at zero, and the caller adds the result to its own sum in f32. On Hopper, tensor cores accumulate
     8-bit products with about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2), too few for a sum over all keys.
     """
     if static.interpret:
-        p8 = swapped(p.astype(E4M3).astype(jnp.float32), 1)
+        p8 = swap_keys(p.astype(E4M3).astype(jnp.float32), 1)
         return jnp.dot(p8, v[...].astype(jnp.float32).T, preferred_element_type=jnp.float32)
     p8 = _round_in_place(p)
 
@@ -216,17 +216,15 @@ def _store(values: jax.Array, ref: Any, staging: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-Belonging = tuple[jax.Array, jax.Array]  # segments and positions of tokens
+TokenIds = tuple[jax.Array, jax.Array]  # segments and positions of tokens
 
 
-def _load_ids(ref: Any, layout: Any, optimized: bool = True) -> Belonging:
+def _load_ids(ref: Any, layout: Any, optimized: bool = True) -> TokenIds:
     segments, positions = (plgpu.load(ref.at[i], layout=layout, optimized=optimized) for i in range(2))
     return segments, positions
 
 
-def _visible(
-    query_ids: Belonging, key_ids: Belonging, spec: Spec, shape: tuple[int, ...], transposed: bool = False
-) -> jax.Array:
+def _visible(query_ids: TokenIds, key_ids: TokenIds, spec: Spec, shape: tuple[int, ...], transposed: bool = False) -> jax.Array:
     """Return the mask, bool (queries, keys), from segments and positions of queries and keys; its transpose if `transposed`."""
     broadcast_queries, broadcast_keys = (_columns, _rows) if transposed else (_rows, _columns)
     same = broadcast_queries(query_ids[0], shape) == broadcast_keys(key_ids[0], shape)
@@ -235,7 +233,7 @@ def _visible(
     return mask & (distance < spec.window) if spec.window else mask
 
 
-def _cap_scores(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.Array, jax.Array | None]:
+def _cap_scores(scores: jax.Array, static: AttentionStatic, factor: Any = 1.0) -> tuple[jax.Array, jax.Array | None]:
     """Return scaled and capped scores times log2(e), and the derivative of the soft cap (None without a soft cap).
 
     factor: the product of the scales of queries and keys, for e4m3.
@@ -259,7 +257,7 @@ def _loop_tiles(visits: Visits, before: Any, body: Callable[[jax.Array, Any, boo
 
 
 def _load_keys(
-    visits: Visits, static: Static, row: Any, head: Any, sources: tuple[Any, Any, Any], keys: Slots, values: Slots
+    visits: Visits, static: AttentionStatic, row: Any, head: Any, sources: tuple[Any, Any, Any], keys: Slots, values: Slots
 ) -> None:
     """Copy the tiles of keys and values that a program visits. sources: keys, values, and segments and positions of keys."""
     tokens, (k_ref, v_ref, kv_ids) = static.tile.keys, sources
@@ -276,15 +274,15 @@ def _query_tile(visits_ref: Any) -> jax.Array:
     return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
 
 
-def forward_scratch(static: Static) -> tuple[Any, ...]:
+def forward_scratch(static: AttentionStatic) -> tuple[Any, ...]:
     """Return shared memory and barriers of the forward kernel."""
     tokens, stages, width = static.tile.keys, static.tile.stages, static.width
     k, v, q_smem = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
     if static.fp8:  # WGMMA reads 8-bit numbers only along the contracted dimension: for values, the axis of keys
-        k, v = static.eights(stages, tokens, width), static.eights(stages, width, tokens)
-        q_smem = static.eights(COMPUTING, ROWS, width)
+        k, v = static.matrices_fp8(stages, tokens, width), static.matrices_fp8(stages, width, tokens)
+        q_smem = static.matrices_fp8(COMPUTING, ROWS, width)
     arrived, turn = plgpu.Barrier(num_barriers=COMPUTING), plgpu.Barrier(num_arrivals=COMPUTING)
-    return q_smem, arrived, slots(k, static.belonging(tokens)), slots(v), turn
+    return q_smem, arrived, slots(k, static.token_ids(tokens)), slots(v), turn
 
 
 def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, static):
@@ -292,7 +290,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
 
     The warpgroups that compute alternate: one multiplies while the other computes exponentials.
 
-    In e4m3 (static.fp8), v_ref has shape (B, K, H, S), with keys in the order of `swapped`. The operand after v_ref is f32
+    In e4m3 (static.fp8), v_ref has shape (B, K, H, S), with keys in the order of `swap_keys`. The operand after v_ref is f32
     (B, N, 2): the product of the scales of queries and keys, and the scale of values.
     """
     *scales, out_ref, lse_ref, q_smem, arrived, keys, values, turn = refs
@@ -308,7 +306,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
         rows = pl.ds(q_tile * tile.queries + warpgroup * ROWS, ROWS)
         q = q_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[warpgroup])
-        query_ids = _load_ids(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        query_ids = _load_ids(q_ids.at[row, :, rows], ROW_LAYOUT, optimized=False)
         factor, v_scale = (scales[0][row, head, i] for i in range(2)) if static.fp8 else (1.0, 1.0)
         plgpu.barrier_wait(arrived.at[warpgroup])
 
@@ -319,7 +317,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
             next_turn()
             scores, _ = _cap_scores(scores, static, factor)
             if masked:
-                scores = jnp.where(_visible(query_ids, _load_ids(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
+                scores = jnp.where(_visible(query_ids, _load_ids(ids, COLUMN_LAYOUT), static.spec, shape), scores, -jnp.inf)
             keys.release(step, static.interpret)
             new_top = jnp.maximum(top, scores.max(1))
             p = jnp.exp2(scores - _rows(new_top - SHIFT if static.fp8 else new_top, shape))
@@ -332,8 +330,8 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
             return out, new_top, total
 
         # Masked scores are -inf, and the first maximum is finite. So the weight of a masked score is 0 from the first tile on.
-        top = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), OF_ROWS)
-        start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS)
+        top = plgpu.layout_cast(jnp.full((ROWS,), EMPTY_LSE, jnp.float32), ROW_LAYOUT)
+        start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW_LAYOUT)
         pl.when(warpgroup == 1)(next_turn)
         out, top, total = _loop_tiles(visits, jnp.int32(0), body, start)
         pl.when(warpgroup == 0)(next_turn)
@@ -342,7 +340,7 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
         if static.fp8:
             out, top = out * v_scale, top - SHIFT
         _store(out / _rows(total, out.shape), out_ref.at[row, rows, head], q)
-        lse_ref.at[row, head, rows][...] = jnp.where(has_keys, top / LOG2E + jnp.log(total), NOTHING)
+        lse_ref.at[row, head, rows][...] = jnp.where(has_keys, top / LOG2E + jnp.log(total), EMPTY_LSE)
 
     def load() -> None:
         _load_keys(visits, static, row, head // static.group, (k_ref, v_ref, kv_ids), keys, values)
@@ -350,12 +348,12 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
     warpgroups(compute, load, (keys, values))
 
 
-def queries_scratch(static: Static) -> tuple[Any, ...]:
+def queries_scratch(static: AttentionStatic) -> tuple[Any, ...]:
     """Return shared memory and barriers of the kernel of queries' gradients."""
     tokens = static.tile.keys
     tiles, rows_smem = static.matrices(static.tile.stages, tokens), static.matrices(COMPUTING, ROWS)
     arrived = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
-    return rows_smem, rows_smem, arrived, slots(tiles, static.belonging(tokens)), slots(tiles)
+    return rows_smem, rows_smem, arrived, slots(tiles, static.token_ids(tokens)), slots(tiles)
 
 
 def _queries_kernel(
@@ -387,15 +385,15 @@ def _queries_kernel(
         q, do = q_smem.at[warpgroup], do_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[warpgroup])
         plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do, arrived.at[warpgroup])
-        query_ids = _load_ids(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
-        lse, delta = (plgpu.load(x.at[row, head, rows], layout=OF_ROWS, optimized=False) for x in (lse_ref, delta_ref))
+        query_ids = _load_ids(q_ids.at[row, :, rows], ROW_LAYOUT, optimized=False)
+        lse, delta = (plgpu.load(x.at[row, head, rows], layout=ROW_LAYOUT, optimized=False) for x in (lse_ref, delta_ref))
         plgpu.barrier_wait(arrived.at[warpgroup])
 
         def body(step, dq, masked):
             k, ids = keys.take(step)
             scores, slope = _cap_scores(_product(q, k), static)
             if masked:
-                scores = jnp.where(_visible(query_ids, _load_ids(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
+                scores = jnp.where(_visible(query_ids, _load_ids(ids, COLUMN_LAYOUT), static.spec, shape), scores, -jnp.inf)
             p = jnp.exp2(scores - _rows(lse * LOG2E, shape))
             (v,) = values.take(step)
             ds = p * (_product(do, v) - _rows(delta, shape))
@@ -413,16 +411,16 @@ def _queries_kernel(
     warpgroups(compute, load, (keys, values))
 
 
-def keys_scratch(static: Static) -> tuple[Any, ...]:
+def keys_scratch(static: AttentionStatic) -> tuple[Any, ...]:
     """Return shared memory and barriers of the kernel of keys' and values' gradients."""
-    chunks, tokens = COMPUTING // 2 if static.roles else COMPUTING, static.tile.queries
+    chunks, tokens = COMPUTING // 2 if static.splits_gradients else COMPUTING, static.tile.queries
     tiles, rows_smem, numbers = (
         static.matrices(static.tile.stages, tokens),
         static.matrices(chunks, ROWS),
-        static.numbers(tokens),
+        static.token_numbers(tokens),
     )
     arrived, done = plgpu.Barrier(num_arrivals=2, num_barriers=chunks), plgpu.Barrier(num_arrivals=COMPUTING)
-    return rows_smem, rows_smem, arrived, done, slots(tiles, static.belonging(tokens), numbers), slots(tiles, numbers)
+    return rows_smem, rows_smem, arrived, done, slots(tiles, static.token_ids(tokens), numbers), slots(tiles, numbers)
 
 
 def _keys_kernel(
@@ -462,7 +460,7 @@ def _keys_kernel(
         """
         rows = pl.ds(kv_tile * tile.keys + chunk * ROWS, ROWS)
         k, v = k_smem.at[chunk], v_smem.at[chunk]
-        key_ids = _load_ids(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        key_ids = _load_ids(kv_ids.at[row, :, rows], ROW_LAYOUT, optimized=False)
         plgpu.barrier_wait(arrived.at[chunk])
 
         def body(step, carry, masked):
@@ -470,14 +468,14 @@ def _keys_kernel(
             q, ids, lse = queries.take(step)
             scores, slope = _cap_scores(_product(k, q), static)
             if masked:
-                mask = _visible(_load_ids(ids, OF_COLUMNS), key_ids, static.spec, shape, transposed=True)
+                mask = _visible(_load_ids(ids, COLUMN_LAYOUT), key_ids, static.spec, shape, transposed=True)
                 scores = jnp.where(mask, scores, -jnp.inf)
-            p = jnp.exp2(scores - _columns(plgpu.load(lse, layout=OF_COLUMNS) * LOG2E, shape))
+            p = jnp.exp2(scores - _columns(plgpu.load(lse, layout=COLUMN_LAYOUT) * LOG2E, shape))
             do, delta = gradients.take(step)
             if wants_values:
                 dv = _add_product(dv, p, do, static)
             if wants_keys:
-                ds = p * (_product(v, do) - _columns(plgpu.load(delta, layout=OF_COLUMNS), shape))
+                ds = p * (_product(v, do) - _columns(plgpu.load(delta, layout=COLUMN_LAYOUT), shape))
                 dk = _add_product(dk, ds if slope is None else ds * slope, q, static)
             gradients.release(step, static.interpret)
             queries.release(step, static.interpret)
@@ -496,7 +494,7 @@ def _keys_kernel(
             _store(dv, dv_ref.at[row, rows, head], v)
 
     def compute(warpgroup: jax.Array) -> None:
-        if static.roles:
+        if static.splits_gradients:
             pl.when(warpgroup == 0)(lambda: compute_gradients(jnp.int32(0), True, False))
             pl.when(warpgroup == 1)(lambda: compute_gradients(jnp.int32(0), False, True))
         else:
@@ -521,16 +519,16 @@ def _keys_kernel(
     warpgroups(compute, load, (queries, gradients))
 
 
-class Kernel(NamedTuple):
+class PallasKernel(NamedTuple):
     """A kernel: its body, and the function that returns its shared memory and barriers."""
 
     body: Callable[..., None]
-    scratch: Callable[[Static], tuple[Any, ...]]
+    scratch: Callable[[AttentionStatic], tuple[Any, ...]]
 
 
 KERNELS = {
-    FORWARD: Kernel(_forward_kernel, forward_scratch),
-    FORWARD_FP8: Kernel(_forward_kernel, forward_scratch),
-    QUERIES: Kernel(_queries_kernel, queries_scratch),
-    KEYS: Kernel(_keys_kernel, keys_scratch),
+    FORWARD: PallasKernel(_forward_kernel, forward_scratch),
+    FORWARD_FP8: PallasKernel(_forward_kernel, forward_scratch),
+    QUERIES: PallasKernel(_queries_kernel, queries_scratch),
+    KEYS: PallasKernel(_keys_kernel, keys_scratch),
 }

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import NOTHING, Rows, Spec
+from jaxtrain.kernels.attention import EMPTY_LSE, Rows, Spec
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:
@@ -44,7 +44,7 @@ def _weigh_values(
     The largest score and the sum have shape (B, K, G, T, 1).
     """
     mask = mask_BTS[:, None, None]
-    scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), NOTHING)
+    scores = jnp.where(mask, _scores(q_BTNH, k_BSKH, spec), EMPTY_LSE)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
     sums = weights.sum(-1, keepdims=True)
@@ -82,7 +82,7 @@ def block_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `block_forward` of the package."""
     out, top, sums = _weigh_values(q_BTNH, k_BSKH, v_BSKH, visible(described, spec), spec)
-    lse = jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-30)), NOTHING)
+    lse = jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-30)), EMPTY_LSE)
     B, T, N, _ = q_BTNH.shape
     return out, lse.reshape(B, N, T)
 

@@ -44,7 +44,7 @@ def _with_sinks(q, k, v, sinks_N, described, spec, kernel):
 
 def _forward(q, k, v, sinks_N, described, spec, kernel):
     out, lse = implementation(kernel, spec).block_forward(q, k, v, described, spec, True)
-    out, lse = joined(out, lse, sinks_N)
+    out, lse = add_sinks(out, lse, sinks_N)
     return out.astype(q.dtype), lse
 
 
@@ -57,21 +57,21 @@ def _forward_residuals(q, k, v, sinks_N, described, spec, kernel):
 def _backward(spec, kernel, residuals, do):
     q, k, v, sinks_N, described, out, lse = residuals
     dq, dk, dv = implementation(kernel, spec).block_backward(q, k, v, out, lse, do, described, spec, True)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), gradient(sinks_N, out, lse, do), None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), sinks_gradient(sinks_N, out, lse, do), None
 
 
 _with_sinks.defvjp(_forward_residuals, _backward)
 
 
-def joined(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def add_sinks(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return out' and lse' of the module's docstring, both f32."""
     with_sink = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
     share_BTN1 = jnp.swapaxes(jnp.exp(lse_BNT - with_sink), 1, 2)[..., None]
     return out_BTNH.astype(jnp.float32) * share_BTN1, with_sink
 
 
-def gradient(sinks_N: jax.Array, out_BTNH: jax.Array, lse_BNT: jax.Array, do_BTNH: jax.Array) -> jax.Array:
-    """Return the sinks' gradient (N,), summed over this device's tokens. out_BTNH, lse_BNT: as returned by `joined`."""
+def sinks_gradient(sinks_N: jax.Array, out_BTNH: jax.Array, lse_BNT: jax.Array, do_BTNH: jax.Array) -> jax.Array:
+    """Return the sinks' gradient (N,), summed over this device's tokens. out_BTNH, lse_BNT: as returned by `add_sinks`."""
     do_out_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - lse_BNT)
     return -jnp.sum(weight_BNT * jnp.swapaxes(do_out_BTN, 1, 2), axis=(0, 2)).astype(sinks_N.dtype)

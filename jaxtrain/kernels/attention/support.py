@@ -65,14 +65,14 @@ def _head_dim(spec: Spec, most: int) -> str | None:
     return f"needs a model.head_dim that is a multiple of 8 and at most {most}, not {spec.head_dim}"
 
 
-def everything(spec: Spec, hardware: Hardware) -> None:
+def no_limits(spec: Spec, hardware: Hardware) -> None:
     """Return None: this kernel supports every spec."""
 
 
-LIMITS = {"cudnn": cudnn, "pallas": pallas, "reference": everything, "chunked": everything}
+LIMITS = {"cudnn": cudnn, "pallas": pallas, "reference": no_limits, "chunked": no_limits}
 
 
-def unable(name: str, specs: Sequence[Spec], hardware: Hardware) -> str | None:
+def unsupported_reason(name: str, specs: Sequence[Spec], hardware: Hardware) -> str | None:
     """Return why a kernel does not support one of these specs, or None."""
     return next(filter(None, (LIMITS[name](spec, hardware) for spec in specs)), None)
 
@@ -82,14 +82,14 @@ def problems(name: str, specs: Sequence[Spec], hardware: Hardware) -> list[Probl
     refusals = []
     if reason := next(filter(None, (forward_fp8(spec, hardware) for spec in specs if spec.fp8)), None):
         refusals.append(Problem("attention.forward", "fp8", reason, "Set attention.forward to compute."))
-    if name != "auto" and (reason := unable(name, specs, hardware)):
+    if name != "auto" and (reason := unsupported_reason(name, specs, hardware)):
         rule = reason + hardware.without_gpu
         remedy = "Set attention.impl to auto, which takes a kernel that supports the run."
         refusals.append(Problem("attention.impl", name, rule, remedy))
     return refusals
 
 
-def choose(name: str, layer_specs: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
+def choose_attention(name: str, layer_specs: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
     """Return the kernel's name, and the reason for this choice.
 
     `auto` takes the first kernel of IMPLEMENTATIONS that supports all layers and is not slow for any layer (`_slow`).
@@ -111,7 +111,7 @@ def choose(name: str, layer_specs: Sequence[tuple[Spec, int]], hardware: Hardwar
     if name != "auto":
         passed_over = slow(name)
         return name, "as configured" + (f"; {passed_over}" if passed_over else "")
-    refused = {name: unable(name, specs, hardware) or slow(name) for name in IMPLEMENTATIONS}
+    refused = {name: unsupported_reason(name, specs, hardware) or slow(name) for name in IMPLEMENTATIONS}
     chosen = next(name for name, reason in refused.items() if not reason)  # chunked supports everything
     before = list(refused)[: list(refused).index(chosen)]
     return chosen, "; ".join(f"{name} {refused[name]}" for name in before) or "the fastest here"

@@ -25,24 +25,24 @@ class Ends(NamedTuple):
     first_position: jax.Array
     last_segment: jax.Array
     last_position: jax.Array
-    whole: jax.Array  # bool: all tokens of the tile belong to one document, without padding
+    one_document: jax.Array  # bool: all tokens of the tile belong to one document, without padding
 
 
-def count(tokens: int, tile: int) -> int:
+def num_tiles(tokens: int, tile: int) -> int:
     """Return the number of tiles for `tokens` tokens."""
     return -(-tokens // tile)
 
 
-def padded(x_BT: jax.Array, tile: int, value: int) -> jax.Array:
+def pad_to_tiles(x_BT: jax.Array, tile: int, value: int) -> jax.Array:
     """Return an array with axis 1 padded with `value` to whole tiles."""
     T = x_BT.shape[1]
-    return jnp.pad(x_BT, ((0, 0), (0, count(T, tile) * tile - T)), constant_values=value)
+    return jnp.pad(x_BT, ((0, 0), (0, num_tiles(T, tile) * tile - T)), constant_values=value)
 
 
 def ends(segments_BT: jax.Array, positions_BT: jax.Array, tile: int) -> Ends:
     """Return the first and last tokens of tiles of `tile` tokens; the last tile is padded."""
     B = segments_BT.shape[0]
-    segments, positions = (padded(x, tile, 0).reshape(B, -1, tile) for x in (segments_BT, positions_BT))
+    segments, positions = (pad_to_tiles(x, tile, 0).reshape(B, -1, tile) for x in (segments_BT, positions_BT))
     real = segments > 0
     first = jnp.where(real, segments, MOST).min(-1)
     last = jnp.where(real, segments, -1).max(-1)
@@ -80,7 +80,7 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
     reach = q.first_position - (spec.window - 1 if spec.window else MOST)
     nonempty = before(kv.first_segment, kv.first_position, q.last_segment, q.last_position)
     nonempty &= before(q.first_segment, reach, kv.last_segment, kv.last_position)
-    full = q.whole & kv.whole & (q.first_segment == kv.first_segment) & (kv.last_position <= q.first_position)
+    full = q.one_document & kv.one_document & (q.first_segment == kv.first_segment) & (kv.last_position <= q.first_position)
     if spec.window:
         full &= q.last_position - kv.first_position < spec.window
     return _spans(jnp.swapaxes(nonempty, 1, 2), jnp.swapaxes(full, 1, 2)) if by_keys else _spans(nonempty, full)

@@ -21,22 +21,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import NOTHING, Rows, Spec, implementation, sinks
+from jaxtrain.kernels.attention import EMPTY_LSE, Rows, Spec, implementation, sinks
 from jaxtrain.kernels.context_parallel.split import Split, halves
 
 Pair = tuple[jax.Array, jax.Array]  # (early, late) chunk
-Part = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and log-sum-exp (B, N, T)
+BlockOutput = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and log-sum-exp (B, N, T)
 
 
-class Described(NamedTuple):
+class RingBlocks(NamedTuple):
     """The kernel's description of each block; axis 0 of all arrays is the batch."""
 
     diagonal: Any  # rows of a, then rows of b
     behind: Any  # b against a
-    others: tuple[Any, ...]  # for each other rank, by distance: rows of the first block, then of the second
+    other_ranks: tuple[Any, ...]  # for each other rank, by distance: rows of the first block, then of the second
 
 
-def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
+def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> RingBlocks:
     """Return the description of this rank's blocks, for all layers. Segments and positions are gathered over the ring."""
     block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
     ids = (rows.q_segments, rows.q_positions)
@@ -49,7 +49,7 @@ def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
         keys = [_block_keys(halves(_select_shard(x, distance, split)), earlier) for x in gathered]
         other_blocks.append(block(Rows(*queries, *keys), diagonal=False))
     diagonal_ids, (early, late) = [_join_chunks(x) for x in local], zip(*local, strict=True)
-    return Described(
+    return RingBlocks(
         block(Rows(*diagonal_ids, *diagonal_ids), diagonal=True),
         block(Rows(*late, *early), diagonal=False),
         tuple(other_blocks),
@@ -58,13 +58,13 @@ def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
 
 def _select_shard(gathered: jax.Array, distance: int, split: Split) -> jax.Array:
     """Return the shard of the rank that is `distance` ranks before this rank, from an array gathered over the ring."""
-    rank = (split.place - distance) % split.context.ring
+    rank = (split.ring_rank - distance) % split.context.ring
     return jax.lax.dynamic_index_in_dim(gathered, rank, axis=0, keepdims=False)
 
 
 def _is_earlier(distance: int, split: Split) -> jax.Array:
     """Return whether the ring rank that is `distance` ranks earlier, cyclically, has a lower index than this rank, bool ()."""
-    return split.place >= distance
+    return split.ring_rank >= distance
 
 
 def _join_chunks(pair: Pair) -> jax.Array:
@@ -93,7 +93,7 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     sinks_N: jax.Array | None,
-    described: Described,
+    described: RingBlocks,
     spec: Spec,
     kernel: str,
     split: Split,
@@ -102,7 +102,7 @@ def attention(
     return _forward(q, k, v, sinks_N, described, spec, kernel, split)[0]
 
 
-def merge(first: Part, second: Part) -> Part:
+def merge(first: BlockOutput, second: BlockOutput) -> BlockOutput:
     """Merge two outputs for the same queries over different keys into the output over all of these keys; f32."""
     (out, lse), (other_out, other_lse) = first, second
     merged_lse = jnp.logaddexp(lse, other_lse)
@@ -127,7 +127,7 @@ def _run_ring(step: Step, local: Any, kv: jax.Array, split: Split) -> State:
     state: State = ()
     for distance in range(ring_size):
         last = distance == ring_size - 1
-        next_kv = kv if gathered is not None or last else split.around(kv)
+        next_kv = kv if gathered is not None or last else split.ring_shift(kv)
         state = step(state, distance, local, kv)
         if last:
             return state
@@ -152,16 +152,16 @@ def _forward(q, k, v, sinks_N, described, spec, kernel, split):
             _block_queries(local, earlier),
             _block_keys(keys, earlier),
             _block_keys(values, earlier),
-            described.others[distance - 1],
+            described.other_ranks[distance - 1],
             diagonal=False,
         )
         late = merge(late, (out[:rows], lse[:rows]))
-        early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], NOTHING)))
-        return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
+        early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], EMPTY_LSE)))
+        return early, merge(late, (out[rows:], jnp.where(earlier, EMPTY_LSE, lse[rows:])))
 
     early, late = _run_ring(step, halves(q), jnp.concatenate([k, v], axis=2), split)
     out, lse = jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
-    out, lse = (out, lse) if sinks_N is None else sinks.joined(out, lse, sinks_N)
+    out, lse = (out, lse) if sinks_N is None else sinks.add_sinks(out, lse, sinks_N)
     return out.astype(q.dtype), lse
 
 
@@ -188,7 +188,7 @@ def _attention_bwd(spec, kernel, split, residuals, do):
 
         Args:
             queries: q, output, log-sum-exp, and the output's gradient.
-            description: the kernel's description of the block (an entry of `Described`).
+            description: the kernel's description of the block (an entry of `RingBlocks`).
 
         Returns:
             Both arrays, each as a pair, f32. On the diagonal: (rows of a, rows of b). For b against a: (all rows, no rows). For
@@ -208,12 +208,12 @@ def _attention_bwd(spec, kernel, split, residuals, do):
             return early, late + behind, [jnp.concatenate([near + before, far], axis=1)]
         early, late, kv_grads = state
         earlier = _is_earlier(distance, split)
-        sent = kv_grads if split.context.gathered else [split.around(kv_grads[0])]
+        sent = kv_grads if split.context.gathered else [split.ring_shift(kv_grads[0])]
         (first, second), (near, far) = block_gradients(
             [_block_queries(x, earlier) for x in local],
             _block_keys(keys, earlier),
             _block_keys(values, earlier),
-            described.others[distance - 1],
+            described.other_ranks[distance - 1],
             False,
         )
         first, second, near, far, sent = jax.lax.optimization_barrier((first, second, near, far, sent))
@@ -222,10 +222,10 @@ def _attention_bwd(spec, kernel, split, residuals, do):
         return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), kv_grads
 
     early, late, kv_grads = _run_ring(step, local, jnp.concatenate([k, v], axis=2), split)
-    d_kv = _reduce_scatter(kv_grads, split) if split.context.gathered else split.around(kv_grads[0])
+    d_kv = _reduce_scatter(kv_grads, split) if split.context.gathered else split.ring_shift(kv_grads[0])
     dk, dv = jnp.split(d_kv, 2, axis=2)
     dq = jnp.concatenate([early, late], axis=1).astype(q.dtype)
-    d_sinks = None if sinks_N is None else sinks.gradient(sinks_N, out, lse, do)
+    d_sinks = None if sinks_N is None else sinks.sinks_gradient(sinks_N, out, lse, do)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
 
 
@@ -235,7 +235,7 @@ def _reduce_scatter(by_distance: list[jax.Array], split: Split) -> jax.Array:
     by_distance: item d is this rank's term of the gradients for the keys of the rank d ranks before this rank.
     """
     ring_size = split.context.ring
-    by_rank = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(ring_size)) % ring_size, axis=0)
+    by_rank = jnp.take(jnp.stack(by_distance), (split.ring_rank - jnp.arange(ring_size)) % ring_size, axis=0)
     return jax.lax.psum_scatter(by_rank, split.axis, scatter_dimension=0, axis_index_groups=split.rings)
 
 

@@ -23,7 +23,7 @@ class Split:
     axis: str = "seq"
 
     @property
-    def place(self) -> jax.Array:
+    def ring_rank(self) -> jax.Array:
         """Return this device's rank in the ring, int32 ()."""
         return jax.lax.axis_index(self.axis) // self.context.ulysses
 
@@ -42,7 +42,7 @@ class Split:
         u, r = self.context.ulysses, self.context.ring
         return None if u == 1 else [[self.rank(ring_rank, i) for ring_rank in range(r)] for i in range(u)]
 
-    def around(self, x: jax.Array, by: int = 1) -> jax.Array:
+    def ring_shift(self, x: jax.Array, by: int = 1) -> jax.Array:
         """Return x of the previous ring rank, cyclically; with `by` = -1, x of the next ring rank."""
         u, r = self.context.ulysses, self.context.ring
         ranks = [(self.rank(ring_rank, i), self.rank((ring_rank + by) % r, i)) for ring_rank in range(r) for i in range(u)]

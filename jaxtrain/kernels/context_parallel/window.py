@@ -61,5 +61,5 @@ def _previous_chunks(early: jax.Array, late: jax.Array, split: Split) -> tuple[j
 
     A sequence consists of the early chunks of ring ranks 0 ... r-1, then of the late chunks of ring ranks r-1 ... 0.
     """
-    earlier = jnp.where(split.place == 0, 0, split.around(early))
-    return earlier, jnp.where(split.place == split.context.ring - 1, early, split.around(late, by=-1))
+    earlier = jnp.where(split.ring_rank == 0, 0, split.ring_shift(early))
+    return earlier, jnp.where(split.ring_rank == split.context.ring - 1, early, split.ring_shift(late, by=-1))

@@ -46,7 +46,7 @@ WEIGHTS = ("gate", "up", "down")
 FURTHER_ROUNDS = "further_rounds"  # scope of operations that run only for uneven loads; --experts-load sets their estimate
 
 
-class Pair(NamedTuple):
+class AdapterPair(NamedTuple):
     """The gathered adapter of a weight: a (E, inputs, rank) and b (E, rank, outputs), without E if all experts share it."""
 
     a: jax.Array
@@ -63,7 +63,7 @@ class Learns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
+class ExpertsSpec:
     """The settings of a layer's experts; static under jit."""
 
     experts: int
@@ -105,40 +105,42 @@ class Spec:
         return grouped_matmul.outer(self._chosen_impl, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision, gradient8)
 
     def project(
-        self, rows: jax.Array, w_EDF: Weight, pair: Pair | None, route: Route, contract: str
+        self, rows: jax.Array, w_EDF: Weight, pair: AdapterPair | None, route: Route, contract: str
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the projection of rows by a weight with its adapter, and the result of `lowered`."""
-        y, low_Rr = self.times(rows, w_EDF, route, contract), self.lowered(rows, pair, route)
+        """Return the projection of rows by a weight with its adapter, and the result of `low_rank`."""
+        y, low_Rr = self.times(rows, w_EDF, route, contract), self.low_rank(rows, pair, route)
         if pair is None or low_Rr is None:
             return y, None
         with jax.named_scope("lora"):
             return y + self._low(low_Rr, pair.b, route, "D"), low_Rr
 
-    def lowered(self, rows: jax.Array, pair: Pair | None, route: Route) -> jax.Array | None:
+    def low_rank(self, rows: jax.Array, pair: AdapterPair | None, route: Route) -> jax.Array | None:
         """Return scale x a of the rows, (R, rank); None without an adapter."""
         if pair is None:
             return None
         with jax.named_scope("lora"):
             return self._low(rows, pair.a, route, "D") * self.scale
 
-    def pull(
+    def project_backward(
         self,
         dy: jax.Array,
         rows: jax.Array,
         low_Rr: jax.Array | None,
         w_EDF: Weight,
-        pair: Pair | None,
+        pair: AdapterPair | None,
         route: Route,
         contract: str,
         out: jnp.dtype,
-    ) -> tuple[jax.Array, Pair | None]:
+    ) -> tuple[jax.Array, AdapterPair | None]:
         """Return the gradients of the rows of `project`, and of its adapter in `out`. contract: the dimension of dy."""
         d_rows = self.times(dy, w_EDF, route, contract, gradient=True)
         if pair is None or low_Rr is None:
             return d_rows, None
         with jax.named_scope("lora"):
             d_low_Rr = self._low(dy, pair.b, route, "F") * self.scale
-            d_pair = Pair(self._low_outer(rows, d_low_Rr, pair.a, route, out), self._low_outer(low_Rr, dy, pair.b, route, out))
+            d_pair = AdapterPair(
+                self._low_outer(rows, d_low_Rr, pair.a, route, out), self._low_outer(low_Rr, dy, pair.b, route, out)
+            )
             return d_rows + self._low(d_low_Rr, pair.a, route, "F"), d_pair
 
     def _low(self, rows: jax.Array, w: jax.Array, route: Route, contract: str) -> jax.Array:
@@ -154,15 +156,15 @@ class Spec:
     def _chosen_impl(self) -> str:
         if self.capacity or self._single_expert:
             return "even"
-        return support.choose(self.impl, self._hardware, self.numerics.compute == jnp.float32)
+        return support.choose_matmul(self.impl, self._hardware, self.numerics.compute == jnp.float32)
 
     @property
     def _hardware(self) -> Hardware:
-        return Hardware.of(self.placement.mesh.devices.flat[0])
+        return Hardware.from_device(self.placement.mesh.devices.flat[0])
 
     @property
     def _single_expert(self) -> bool:
-        return support.alone(self.impl, self.experts, self.placement.size(self.split))
+        return support.single_expert(self.impl, self.experts, self.placement.size(self.split))
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
         """Return the router's weight of each row times f(gate, up), computed in float32 and rounded once."""
@@ -188,7 +190,7 @@ class Weights(NamedTuple):
     up: Weight
     down: Weight
     biases: Biases | None
-    adapters: Mapping[str, Pair]
+    adapters: Mapping[str, AdapterPair]
 
 
 def _row_experts(route: Route, rows: int) -> jax.Array:
@@ -203,7 +205,7 @@ def _row_biases(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
 
 
 def _project(
-    rows_RD: jax.Array, weights: Weights, route: Route, spec: Spec
+    rows_RD: jax.Array, weights: Weights, route: Route, spec: ExpertsSpec
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
     """Return the gate and the up projection of rows, (R, F) each, and the second results of `Spec.project`."""
     pairs = (weights.adapters.get("gate"), weights.adapters.get("up"))
@@ -231,7 +233,7 @@ def _sum_rows(rows_Rn: jax.Array, route: Route) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def feed_forward(
-    x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: Spec
+    x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: ExpertsSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of each token's expert outputs, and the number of dropped (token, expert) pairs of this device.
 
@@ -249,7 +251,7 @@ def _flatten(x_BTn: jax.Array) -> jax.Array:
     return x_BTn.reshape(-1, x_BTn.shape[-1])
 
 
-def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: Spec):
+def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: ExpertsSpec):
     def is_perturbed(subtree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(subtree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)))
 
@@ -259,7 +261,9 @@ def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: Spec):
     return outputs, (trained, *residuals)
 
 
-def _run_rounds(x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: Spec) -> tuple[Any, Any]:
+def _run_rounds(
+    x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: ExpertsSpec
+) -> tuple[Any, Any]:
     """Return the results of `feed_forward`, and the residuals."""
     spec.check({name: getattr(weights, name) for name in WEIGHTS})
     x_TD, share_Tk, chosen_Tk = _flatten(x_BTD), _flatten(share_BTk), _flatten(chosen_BTk)
@@ -294,7 +298,7 @@ def _run_rounds(x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, w
     return (y_BTD, plan.dropped.sum().astype(jnp.float32)), residuals
 
 
-def _backward(spec: Spec, residuals, cotangents):
+def _backward(spec: ExpertsSpec, residuals, cotangents):
     trained, x_BTD, share_BTk, chosen_BTk, weights, plan, first, low = residuals
     gate, up, down, biases, adapters = weights
     x_TD, share_Tk, chosen_Tk, dy_TD = (_flatten(a) for a in (x_BTD, share_BTk, chosen_BTk, cotangents[0]))
@@ -308,10 +312,10 @@ def _backward(spec: Spec, residuals, cotangents):
         rows_RD, gate_RF, up_RF = projected
         share_R, dy_RD = exchange.send_numbers(share_Tk, route), exchange.send(dy_TD, route)
         h_RF, hidden_vjp = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
-        dh_RF, d_down = spec.pull(dy_RD, h_RF, low[2], down, adapters.get("down"), route, "D", out)
+        dh_RF, d_down = spec.project_backward(dy_RD, h_RF, low[2], down, adapters.get("down"), route, "D", out)
         d_gate_RF, d_up_RF, d_share_R = hidden_vjp(dh_RF)
-        dx_gate_RD, d_gate = spec.pull(d_gate_RF, rows_RD, low[0], gate, adapters.get("gate"), route, "F", out)
-        dx_up_RD, d_up = spec.pull(d_up_RF, rows_RD, low[1], up, adapters.get("up"), route, "F", out)
+        dx_gate_RD, d_gate = spec.project_backward(d_gate_RF, rows_RD, low[0], gate, adapters.get("gate"), route, "F", out)
+        dx_up_RD, d_up = spec.project_backward(d_up_RF, rows_RD, low[1], up, adapters.get("up"), route, "F", out)
         dx_RD = (dx_gate_RD.astype(jnp.float32) + dx_up_RD.astype(jnp.float32)).astype(x_TD.dtype)
         pairs = {"gate": d_gate, "up": d_up, "down": d_down}
         dw = None
@@ -337,7 +341,7 @@ def _backward(spec: Spec, residuals, cotangents):
         rows_RD = exchange.send(x_TD, route)
         gate_up, low = _project(rows_RD, weights, route, spec)
         h_RF = spec.hidden(*gate_up, exchange.send_numbers(share_Tk, route))
-        low_down = spec.lowered(h_RF, adapters.get("down"), route)
+        low_down = spec.low_rank(h_RF, adapters.get("down"), route)
         further = gradients(route, (rows_RD, *gate_up), (*low, low_down), jnp.dtype(jnp.float32))
         return index + 1, jax.tree.map(jnp.add, grads, further)
 

@@ -103,8 +103,8 @@ def _times8(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contr
         return fp8.multiply(rows8, scale, columns_last, w.scale, rows.dtype, sums).reshape(rows.shape[0], -1)
     used = jnp.arange(rows.shape[0])[:, None] < sizes_E.sum()
     rows = jnp.where(used, rows, jnp.zeros_like(rows))  # unused rows may have any values, and would change the scale
-    scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
-    rows8, w8_EDF = fp8.rounded(rows, scale, dtype), fp8.from_bits(w.bits, fp8.E4M3)
+    scale = fp8.amax_scale(jnp.max(jnp.abs(rows)), dtype)
+    rows8, w8_EDF = fp8.quantize(rows, scale, dtype), fp8.from_bits(w.bits, fp8.E4M3)
     if impl == "pallas":
         from jaxtrain.kernels.experts import pallas
 
@@ -120,5 +120,5 @@ def _times8(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contr
 def _quantize_rows(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
     """Return the rows as (E, R / E, ...), in e5m2 if `gradient`, else in e4m3, and one scale for all of the device's rows."""
     dtype = fp8.E5M2 if gradient else fp8.E4M3
-    scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)
-    return fp8.rounded(rows, scale, dtype).reshape(experts, -1, rows.shape[-1]), scale
+    scale = fp8.amax_scale(jnp.max(jnp.abs(rows)), dtype)
+    return fp8.quantize(rows, scale, dtype).reshape(experts, -1, rows.shape[-1]), scale

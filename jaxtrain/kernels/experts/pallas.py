@@ -22,8 +22,8 @@ from jaxtrain.kernels.experts.pallas_kernels import (
     PROGRAMS,
     STORES,
     TIMES,
-    Static,
-    Tile,
+    MatmulStatic,
+    MatmulTile,
     chunk,
     outer_kernel,
     outer_scratch,
@@ -37,10 +37,10 @@ PREFIX = "jaxtrain_experts_"  # of the kernels' names
 INTERPRET: plgpu.InterpretGPUParams | None = None
 FAST, FULL = "times8_fast", "times8_full"  # matmuls in 8 bits with fast or full accumulation (fp8.multiply)
 TILES = {
-    TIMES: Tile(128, 256, 64, 4),
-    OUTER: Tile(128, 256, 64, 4),
-    FAST: Tile(128, 256, 128, 4),
-    FULL: Tile(128, 128, 128, 6),  # with two accumulators in registers
+    TIMES: MatmulTile(128, 256, 64, 4),
+    OUTER: MatmulTile(128, 256, 64, 4),
+    FAST: MatmulTile(128, 256, 128, 4),
+    FULL: MatmulTile(128, 128, 128, 6),  # with two accumulators in registers
 }
 
 
@@ -65,7 +65,7 @@ def times8(
 
 def _times(
     name: str,
-    tile: Tile,
+    tile: MatmulTile,
     rows: jax.Array,
     w: jax.Array,
     scale: jax.Array,
@@ -78,8 +78,8 @@ def _times(
     rows, w = _pad(rows), _pad(w, chunk(w.dtype))
     out_shape = (rows.shape[0], w.shape[1 if transposed else 2])
     tile = _narrow_tile(tile, out_shape[1], chunk(rows.dtype))
-    visits, used = tiles_of(sizes_E, rows.shape[0], tile.rows)
-    static = Static(tile, _programs(), *out_shape, rows.shape[1], w.shape[0], transposed, INTERPRET is not None, promoted)
+    visits, used = row_tiles(sizes_E, rows.shape[0], tile.rows)
+    static = MatmulStatic(tile, _programs(), *out_shape, rows.shape[1], w.shape[0], transposed, INTERPRET is not None, promoted)
     operands = visits, used, scale.reshape(1), rows, w
     return _call(times_kernel, name, static, operands, out_shape, out, times_scratch)[:R, :columns]
 
@@ -93,12 +93,12 @@ def outer(
     ends_E = jnp.cumsum(sizes_E)
     bounds = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
     tile = _narrow_tile(TILES[OUTER], b.shape[1], chunk(b.dtype))
-    static = Static(tile, _programs(), a.shape[1], b.shape[1], a.shape[0], E, False, INTERPRET is not None)
+    static = MatmulStatic(tile, _programs(), a.shape[1], b.shape[1], a.shape[0], E, False, INTERPRET is not None)
     out_shape = (E, a.shape[1], b.shape[1])
     return _call(outer_kernel, f"{OUTER}_R", static, (bounds, a, b), out_shape, out, outer_scratch)[:, :D, :F]
 
 
-def _narrow_tile(tile: Tile, columns: int, width: int) -> Tile:
+def _narrow_tile(tile: MatmulTile, columns: int, width: int) -> MatmulTile:
     """Return the tile for a result of so few columns, such as that of an adapter.
 
     Two chunks of `width` columns remain: each computing warpgroup clears one, and consecutive stores need different buffers.
@@ -121,7 +121,7 @@ def _pad(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
     return jnp.pad(x, [(0, -n % multiple) for n, multiple in zip(x.shape, multiples, strict=True)])
 
 
-def tiles_of(sizes_E: jax.Array, padded_rows: int, tile: int) -> tuple[jax.Array, jax.Array]:
+def row_tiles(sizes_E: jax.Array, padded_rows: int, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return the tiles of rows, int32 (V, 4), and the number of tiles in use, int32 (1,).
 
     A tile is (expert, first row loaded, first row of the expert in the tile, row after the expert's last row in the tile). Rows
@@ -149,7 +149,7 @@ def tiles_of(sizes_E: jax.Array, padded_rows: int, tile: int) -> tuple[jax.Array
 def _call(
     body: Any,
     name: str,
-    static: Static,
+    static: MatmulStatic,
     operands: tuple[jax.Array, ...],
     shape: tuple[int, ...],
     dtype: Any,

@@ -25,7 +25,7 @@ NEIGHBOURS = 16  # tiles of the first direction that programs process before the
 STORES = 2  # concurrent stores of a warpgroup
 
 
-class Tile(NamedTuple):
+class MatmulTile(NamedTuple):
     """The size of a tile of the result, the contracted length of a step, and the number of steps in shared memory at a time."""
 
     rows: int
@@ -35,10 +35,10 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class MatmulStatic:
     """Compile-time parameters of a kernel."""
 
-    tile: Tile
+    tile: MatmulTile
     programs: int
     rows: int  # of the result; for `outer`, of one expert's result
     columns: int
@@ -60,7 +60,7 @@ def chunk(dtype: Any) -> int:
     return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
-def staging(static: Static, dtype: Any) -> Any:
+def staging(static: MatmulStatic, dtype: Any) -> Any:
     """Return shared memory for a few columns of results. It has blocks of one row, so a copy may start at any row."""
     return smem((COMPUTING, STORES, ROWS, chunk(dtype)), dtype, block=1)
 
@@ -78,7 +78,7 @@ def _neighbours(index: Any, across: Any, along: int) -> tuple[Any, Any]:
     return first + within % height, within // height
 
 
-def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> None:
+def _each_tile(static: MatmulStatic, total: Any, body: Callable[[Any, Any], Any]) -> None:
     """Run `body(tile, done)` for each tile of this program.
 
     `body` returns the tile's number of steps. done: the number of steps of all earlier tiles of the program.
@@ -88,7 +88,7 @@ def _each_tile(static: Static, total: Any, body: Callable[[Any, Any], Any]) -> N
     jax.lax.fori_loop(0, count, lambda i, done: done + body(program + i * static.programs, done), jnp.int32(0))
 
 
-def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any, Any], None]) -> jax.Array:
+def _sum(static: MatmulStatic, ring: Slots, done: Any, steps: Any, add: Callable[[Any, Any], None]) -> jax.Array:
     """Return the sum in f32 to which `add(sum, step)` adds each step's product. A step's slot is released after its product.
 
     WGMMA accumulates 8-bit products with fewer bits than f32. With `static.promoted`, WGMMA sums within a step only, and the
@@ -122,7 +122,9 @@ def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any,
     return pl.run_scoped(into, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, row_range: tuple[Any, Any], stage: Any) -> None:
+def _store(
+    static: MatmulStatic, values: jax.Array, out: Any, top: Any, left: Any, row_range: tuple[Any, Any], stage: Any
+) -> None:
     """Store rows `row_range` (from, up to) of a warpgroup's 64 rows at (top, left) of the matrix `out`.
 
     Columns beyond the width of `out` are dropped.
@@ -151,7 +153,7 @@ def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, row
         plgpu.commit_smem_to_gmem_group()
 
 
-def times_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tuple[Any, ...]:
+def times_scratch(static: MatmulStatic, dtype: Any, right_dtype: Any, out: Any) -> tuple[Any, ...]:
     """Return shared memory and barriers of `times`."""
     tile = static.tile
     rows = smem((tile.stages, tile.rows, tile.contracted), dtype)
@@ -159,7 +161,7 @@ def times_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tup
     return slots(rows, smem((tile.stages, *right), right_dtype)), staging(static, out)
 
 
-def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, stage, *, static: Static):
+def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, stage, *, static: MatmulStatic):
     """Multiply each tile of rows by its expert's weight and by the scale."""
     tile = static.tile
     along = pl.cdiv(static.columns, tile.columns)
@@ -212,7 +214,7 @@ def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, sta
     warpgroups(compute, load, (ring,))
 
 
-def outer_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tuple[Any, ...]:
+def outer_scratch(static: MatmulStatic, dtype: Any, right_dtype: Any, out: Any) -> tuple[Any, ...]:
     """Return shared memory and barriers of `outer`."""
     tile = static.tile
     left = smem((tile.stages, tile.contracted, tile.rows), dtype)
@@ -220,7 +222,7 @@ def outer_scratch(static: Static, dtype: Any, right_dtype: Any, out: Any) -> tup
     return slots(left, right), staging(static, out), plgpu.Barrier(num_arrivals=COMPUTING)
 
 
-def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, static: Static):
+def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, static: MatmulStatic):
     """Compute each tile of each expert's sum of outer products."""
     tile = static.tile
     across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)

@@ -17,14 +17,14 @@ def pallas(hardware: Hardware, exact: bool) -> str | None:
     return "has no float32" if exact else None
 
 
-def choose(impl: str, hardware: Hardware, exact: bool) -> str:
+def choose_matmul(impl: str, hardware: Hardware, exact: bool) -> str:
     """Return `impl` (moe.impl), with auto replaced by pallas if it supports the rows, else by ragged."""
     if impl != "auto":
         return impl
     return "ragged" if pallas(hardware, exact) else "pallas"
 
 
-def alone(impl: str, experts: int, ranks: int) -> bool:
+def single_expert(impl: str, experts: int, ranks: int) -> bool:
     """Return whether one expert on each of `ranks` devices multiplies all slots, by a plain matmul, which is the fastest.
 
     The expert's rows then include empty slots.
@@ -32,7 +32,7 @@ def alone(impl: str, experts: int, ranks: int) -> bool:
     return impl == "auto" and ranks == experts
 
 
-def padded(impl: str, exact: bool, rank: int) -> int:
+def padded_rank(impl: str, exact: bool, rank: int) -> int:
     """Return the rank that the matmuls of each expert's adapter compute: `pallas` pads it to whole chunks.
 
     For auto this is the rank on Hopper. exact: rows are in float32.
@@ -52,7 +52,7 @@ def problems_fp8(impl: str, hardware: Hardware, weights: Sequence[str], experts:
 
     CPUs emulate it. weights: those to leave out, as mlp.gate; none if no weights are in 8 bits. experts: model.num_experts.
     """
-    if not weights or choose(impl, hardware, exact=False) != "ragged" or (impl == "auto" and hardware.platform == "cpu"):
+    if not weights or choose_matmul(impl, hardware, exact=False) != "ragged" or (impl == "auto" and hardware.platform == "cpu"):
         return []
     rule, first = "moe.impl = ragged has no matmul in 8 bits", "moe.impl=auto"
     if impl == "auto":

@@ -7,8 +7,8 @@ from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 PATTERN = GLOBAL + 3 * LOCAL
-OWN_KEYS = {"sliding_window": Windows(lambda s: PATTERN)}
-FORMAT = Format("cwm", "CwmForCausalLM", COMMON | MLP_BIAS, KEYS | HEAD_DIM | UNTIED | MLP_BIASED | OWN_KEYS)
+FAMILY_KEYS = {"sliding_window": Windows(lambda s: PATTERN)}
+FORMAT = Format("cwm", "CwmForCausalLM", COMMON | MLP_BIAS, KEYS | HEAD_DIM | UNTIED | MLP_BIASED | FAMILY_KEYS)
 # fmt: off
 PRESETS = presets(
     {

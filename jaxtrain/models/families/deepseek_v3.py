@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxtrain.models.hf_keys import COUNT, FLAG, NUMBER, Given, Key, Row, only, same
+from jaxtrain.models.hf_keys import COUNT, FLAG, NUMBER, HfConfig, HfKey, HfRow, alias, only
 from jaxtrain.models.hf_tensors import COMMON, HfTensor, experts
-from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, quantized
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, quantization_row
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
@@ -38,7 +38,7 @@ LAYER = {name: tensor for name, tensor in COMMON.items() if "_norm.scale" in nam
 LAYER |= {f"layers.{{i}}.attention.{name}": tensor for name, tensor in ATTENTION.items()} | ROUTED
 # In the checkpoint, modules of multi-token prediction are numbered as layers after the last layer. Each has a copy of the
 # embedding and of the head.
-OF_MTP = {
+MTP = {
     "embed_norm.scale": HfTensor("model.layers.{i}.enorm.weight", "D", "D"),
     "hidden_norm.scale": HfTensor("model.layers.{i}.hnorm.weight", "D", "D"),
     "embed_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (D + D)", 0),
@@ -60,61 +60,61 @@ def stacks(layer: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
 TENSORS = {
     **{name: dataclasses.replace(tensor, copy=COPIES.get(name, "")) for name, tensor in COMMON.items() if "{i}" not in name},
     **stacks(LAYER),
-    **{f"mtp.{{i}}.{name}": tensor for name, tensor in OF_MTP.items()},
+    **{f"mtp.{{i}}.{name}": tensor for name, tensor in MTP.items()},
     **{name.replace("layers.{i}", "mtp.{i}.block"): tensor for name, tensor in LAYER.items()},
 }
 NEXT = "num_nextn_predict_layers"
 
 
-def width(hf_config: Given) -> int:
+def qk_width(hf_config: HfConfig) -> int:
     """Return the width of a head."""
     return hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"]
 
 
 # Of a router of sigmoids, and the widths of experts and dense layers.
-ROUTED_KEYS: dict[str, Row] = {
-    "moe_intermediate_size": Key("d_ff"),
-    "first_k_dense_replace": Key("dense_layers", COUNT),
-    "intermediate_size": Key(
+ROUTED_KEYS: dict[str, HfRow] = {
+    "moe_intermediate_size": HfKey("d_ff"),
+    "first_k_dense_replace": HfKey("dense_layers", COUNT),
+    "intermediate_size": HfKey(
         "dense_d_ff",
-        to_ours=lambda value, hf_config: value if hf_config.get("first_k_dense_replace") else 0,
-        to_theirs=lambda m: m.dense_d_ff or m.experts_per_token * m.d_ff,
+        to_model=lambda value, hf_config: value if hf_config.get("first_k_dense_replace") else 0,
+        to_hf=lambda m: m.dense_d_ff or m.experts_per_token * m.d_ff,
     ),
-    "n_routed_experts": Key("num_experts"),
-    "n_shared_experts": Key(
+    "n_routed_experts": HfKey("num_experts"),
+    "n_shared_experts": HfKey(
         "shared_d_ff",
-        to_ours=lambda value, hf_config: value * hf_config["moe_intermediate_size"],
-        to_theirs=lambda m: m.shared_d_ff // m.d_ff,
+        to_model=lambda value, hf_config: value * hf_config["moe_intermediate_size"],
+        to_hf=lambda m: m.shared_d_ff // m.d_ff,
     ),
-    "num_experts_per_tok": Key("experts_per_token"),
-    "norm_topk_prob": Key("renormalize", FLAG),
-    "routed_scaling_factor": Key("routed_scaling", NUMBER),
-    "n_group": Key("router_groups"),
-    "topk_group": Key("groups_per_token"),
+    "num_experts_per_tok": HfKey("experts_per_token"),
+    "norm_topk_prob": HfKey("renormalize", FLAG),
+    "routed_scaling_factor": HfKey("routed_scaling", NUMBER),
+    "n_group": HfKey("router_groups"),
+    "topk_group": HfKey("groups_per_token"),
     "moe_layer_freq": only(1, "all layers after first_k_dense_replace are built with experts"),
     "scoring_func": only("sigmoid", "scores are built as sigmoids"),
     "topk_method": only("noaux_tc", "experts are chosen by score and bias, in groups"),
 }
-LATENT_KEYS: dict[str, Row] = {
-    "kv_lora_rank": Key("kv_lora_rank"),
-    "q_lora_rank": Key("q_lora_rank", COUNT, null=0),
-    "qk_nope_head_dim": Key("qk_nope_head_dim"),
-    "qk_rope_head_dim": Key("qk_rope_head_dim"),
-    "v_head_dim": Key("v_head_dim"),
+LATENT_KEYS: dict[str, HfRow] = {
+    "kv_lora_rank": HfKey("kv_lora_rank"),
+    "q_lora_rank": HfKey("q_lora_rank", COUNT, null=0),
+    "qk_nope_head_dim": HfKey("qk_nope_head_dim"),
+    "qk_rope_head_dim": HfKey("qk_rope_head_dim"),
+    "v_head_dim": HfKey("v_head_dim"),
     # In transformers' config, head_dim is the rotated part of a head.
-    "head_dim": Key(default=None, to_theirs=lambda m: m.qk_rope_head_dim),
-    "qk_head_dim": same("qk_nope_head_dim + qk_rope_head_dim", width),
+    "head_dim": HfKey(default=None, to_hf=lambda m: m.qk_rope_head_dim),
+    "qk_head_dim": alias("qk_nope_head_dim + qk_rope_head_dim", qk_width),
     "rope_interleave": only(True, "rotary pairs are read as neighbours"),
 }
-OWN_KEYS = {
-    NEXT: Key("mtp_layers", COUNT, 0),
-    "quantization_config": quantized("fp8"),
+FAMILY_KEYS = {
+    NEXT: HfKey("mtp_layers", COUNT, 0),
+    "quantization_config": quantization_row("fp8"),
 }
 FORMAT = Format(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     TENSORS,
-    KEYS | UNTIED | ROUTED_KEYS | LATENT_KEYS | OWN_KEYS,
+    KEYS | UNTIED | ROUTED_KEYS | LATENT_KEYS | FAMILY_KEYS,
     model={"router": "sigmoid", "router_bias": True},
     written={"attention_bias": False},
     beyond=f"of multi-token prediction, and {NEXT} is 0",

@@ -2,7 +2,7 @@
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.families.deepseek_v3 import ROUTED, ROUTED_KEYS, stacks
-from jaxtrain.models.hf_keys import COUNT, WHOLE, Key, Kind, Settings
+from jaxtrain.models.hf_keys import COUNT, POSITIVE, HfKey, Settings, ValueKind
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, QK_NORM
 from jaxtrain.models.hugging_face import BIASED, KEYS, UNTIED, Format, Windows
 from jaxtrain.models.structure import Structure, presets
@@ -13,23 +13,23 @@ TENSORS = {name: tensor for name, tensor in COMMON.items() if "{i}" not in name}
 TENSORS |= stacks(LAYER | ATTENTION_BIAS | QK_NORM)
 
 
-def windowed(settings: Settings) -> str:
+def window_letters(settings: Settings) -> str:
     """Return the letters of layers: those from `max_window_layers` on have the sliding window, if there is one."""
     first = settings.take("max_window_layers", COUNT, 62)
-    if settings.given.get("sliding_window", 0) is None:
+    if settings.hf_config.get("sliding_window", 0) is None:
         return GLOBAL
-    return "".join(LOCAL if i >= first else GLOBAL for i in range(settings.given["num_hidden_layers"]))
+    return "".join(LOCAL if i >= first else GLOBAL for i in range(settings.hf_config["num_hidden_layers"]))
 
 
 MODEL = {"qk_norm": True, "router": "sigmoid", "router_bias": True}
-BY_SIGMOIDS = Kind("scores are built as sigmoids", lambda x, _: x in ("sigmoid", "noaux_tc"))  # as published
-OWN_KEYS = {
-    "sliding_window": Windows(windowed),
-    "n_group": Key("router_groups", WHOLE, 1),
-    "topk_group": Key("groups_per_token", WHOLE, 1),
-    "scoring_func": Key("", BY_SIGMOIDS, None),
+BY_SIGMOIDS = ValueKind("scores are built as sigmoids", lambda x, _: x in ("sigmoid", "noaux_tc"))  # as published
+FAMILY_KEYS = {
+    "sliding_window": Windows(window_letters),
+    "n_group": HfKey("router_groups", POSITIVE, 1),
+    "topk_group": HfKey("groups_per_token", POSITIVE, 1),
+    "scoring_func": HfKey("", BY_SIGMOIDS, None),
 }
-FORMAT = Format("dots1", "Dots1ForCausalLM", TENSORS, KEYS | UNTIED | BIASED | ROUTED_KEYS | OWN_KEYS, model=MODEL)
+FORMAT = Format("dots1", "Dots1ForCausalLM", TENSORS, KEYS | UNTIED | BIASED | ROUTED_KEYS | FAMILY_KEYS, model=MODEL)
 # fmt: off
 PRESETS = presets(
     {

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxtrain.config.schema import GLOBAL, LOCAL, UNROTATED, Model
-from jaxtrain.models.hf_keys import WHOLE, Settings
+from jaxtrain.models.hf_keys import POSITIVE, Settings
 from jaxtrain.models.hf_tensors import ONLY_POST_NORMS, QK_NORM
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, Windows, layer_letters, window_keys
 from jaxtrain.models.structure import Structure, presets
@@ -19,7 +19,7 @@ class ExaoneWindows(Windows):
 
     def read(self, settings: Settings, key: str) -> dict[str, Any]:
         window, letters = settings.take(key, null=None), layer_letters(settings)
-        every = settings.take(EVERY, default=None) if letters else settings.take(EVERY, WHOLE)
+        every = settings.take(EVERY, default=None) if letters else settings.take(EVERY, POSITIVE)
         letters = letters or LOCAL * (every - 1) + GLOBAL
         return window_keys(settings, letters if window is None else letters.replace(GLOBAL, UNROTATED), window)
 
@@ -29,8 +29,8 @@ class ExaoneWindows(Windows):
 
 
 MODEL = {"norm_placement": "post", "qk_norm": True}
-OWN_KEYS = {"sliding_window": ExaoneWindows()}
-FORMAT = Format("exaone4", "Exaone4ForCausalLM", ONLY_POST_NORMS | QK_NORM, KEYS | UNTIED | OWN_KEYS, model=MODEL)
+FAMILY_KEYS = {"sliding_window": ExaoneWindows()}
+FORMAT = Format("exaone4", "Exaone4ForCausalLM", ONLY_POST_NORMS | QK_NORM, KEYS | UNTIED | FAMILY_KEYS, model=MODEL)
 LARGE = {"sliding_window": 4096, "attention_pattern": 3 * LOCAL + UNROTATED}
 # fmt: off
 PRESETS = presets(

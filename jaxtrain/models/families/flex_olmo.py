@@ -7,8 +7,8 @@ from jaxtrain.models.hugging_face import BIASED, KEYS, UNTIED, Format
 from jaxtrain.models.structure import presets
 
 __all__ = ["FORMAT", "PRESETS", "STRUCTURE"]
-KNOWN = KEYS | UNTIED | BIASED | ROUTED
-FORMAT = Format("flex_olmo", "FlexOlmoForCausalLM", DENSE | EXPERTS, KNOWN, model=MODEL, written=WRITTEN)
+ALL_KEYS = KEYS | UNTIED | BIASED | ROUTED
+FORMAT = Format("flex_olmo", "FlexOlmoForCausalLM", DENSE | EXPERTS, ALL_KEYS, model=MODEL, written=WRITTEN)
 # fmt: off
 PRESETS = presets(
     {

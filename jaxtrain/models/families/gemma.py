@@ -1,6 +1,6 @@
 """Gemma: Llama's layers with GELU, embeddings times the root of d_model, and norms that multiply by 1 + scale."""
 
-from jaxtrain.models.hf_keys import Key, Kind
+from jaxtrain.models.hf_keys import HfKey, ValueKind
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON
 from jaxtrain.models.hugging_face import BIASED, GELU, GEMMA, KEYS, Format
 from jaxtrain.models.structure import Structure, presets
@@ -8,9 +8,9 @@ from jaxtrain.models.structure import Structure, presets
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
 # The first checkpoints have "gelu" and mean its approximation by tanh, which is also what transformers computes then.
 ACT = "gelu_pytorch_tanh"
-GELUS = Kind(GELU, lambda x, _: x in (ACT, "gelu"))
-OWN_KEYS = {"hidden_act": Key("", GELUS, None, to_theirs=lambda m: ACT)}
-FORMAT = Format("gemma", "GemmaForCausalLM", COMMON | ATTENTION_BIAS, KEYS | BIASED | GEMMA | OWN_KEYS)
+GELUS = ValueKind(GELU, lambda x, _: x in (ACT, "gelu"))
+FAMILY_KEYS = {"hidden_act": HfKey("", GELUS, None, to_hf=lambda m: ACT)}
+FORMAT = Format("gemma", "GemmaForCausalLM", COMMON | ATTENTION_BIAS, KEYS | BIASED | GEMMA | FAMILY_KEYS)
 # fmt: off
 PRESETS = presets(
     {

@@ -1,22 +1,22 @@
 """Gemma 2: norms before and after attention and MLP, soft caps on logits, a sliding window in every other layer."""
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
-from jaxtrain.models.hf_keys import NUMBER, Key
+from jaxtrain.models.hf_keys import NUMBER, HfKey
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, POST_NORMS
 from jaxtrain.models.hugging_face import BIASED, GEMMA, GEMMA_SCORES, KEYS, Format, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
 PATTERN = LOCAL + GLOBAL
-OWN_KEYS = {
-    "attn_logit_softcapping": Key("attention_softcap", NUMBER, null=0.0),
+FAMILY_KEYS = {
+    "attn_logit_softcapping": HfKey("attention_softcap", NUMBER, null=0.0),
     "sliding_window": Windows(lambda s: PATTERN),
 }
 FORMAT = Format(
     "gemma2",
     "Gemma2ForCausalLM",
     COMMON | ATTENTION_BIAS | POST_NORMS,
-    KEYS | BIASED | GEMMA | GEMMA_SCORES | OWN_KEYS,
+    KEYS | BIASED | GEMMA | GEMMA_SCORES | FAMILY_KEYS,
     model={"norm_placement": "sandwich"},
 )
 # fmt: off

@@ -16,7 +16,7 @@ def pattern(settings: Settings) -> str:
 
 
 NOT_APPLIED = "published models have null, and transformers reads another value and does not apply it"
-OWN_KEYS = {
+FAMILY_KEYS = {
     "attn_logit_softcapping": only(None, NOT_APPLIED, fix=None),
     "sliding_window": Windows(pattern),
     "rope_parameters": Rope(local="rope_local_base_freq"),
@@ -33,7 +33,7 @@ FORMAT = Format(
     "gemma3_text",
     "Gemma3ForCausalLM",
     COMMON | ATTENTION_BIAS | POST_NORMS | QK_NORM,
-    KEYS | BIASED | GEMMA | GEMMA_SCORES | OWN_KEYS,
+    KEYS | BIASED | GEMMA | GEMMA_SCORES | FAMILY_KEYS,
     model={"norm_placement": "sandwich", "qk_norm": True},
     nested=NESTED,
 )

@@ -1,18 +1,18 @@
 """GLM-4: rotary pairs are neighbours in the first half of a head, with biases on queries, keys and values."""
 
-from jaxtrain.models.hf_keys import FLAG, Key
+from jaxtrain.models.hf_keys import FLAG, HfKey
 from jaxtrain.models.hf_tensors import COMMON, GATE_UP, QKV_BIAS, in_pairs
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, Rope
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 TENSORS = in_pairs(COMMON | QKV_BIAS | GATE_UP)
-OWN_KEYS = {
-    "head_dim": Key("head_dim"),
-    "attention_bias": Key("qkv_bias", FLAG, True),
+FAMILY_KEYS = {
+    "head_dim": HfKey("head_dim"),
+    "attention_bias": HfKey("qkv_bias", FLAG, True),
     "rope_parameters": Rope(partial=0.5),
 }
-FORMAT = Format("glm", "GlmForCausalLM", TENSORS, KEYS | UNTIED | OWN_KEYS)
+FORMAT = Format("glm", "GlmForCausalLM", TENSORS, KEYS | UNTIED | FAMILY_KEYS)
 # fmt: off
 PRESETS = presets(
     {

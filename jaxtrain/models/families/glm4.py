@@ -1,6 +1,6 @@
 """GLM-4-0414 and GLM-Z1: GLM's layers, with norms after attention and MLP, too."""
 
-from jaxtrain.models.families.glm import OWN_KEYS, TENSORS
+from jaxtrain.models.families.glm import FAMILY_KEYS, TENSORS
 from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
@@ -10,7 +10,9 @@ POST_NORMS = {
     "layers.{i}.attention_post_norm.scale": HfTensor("model.layers.{i}.post_self_attn_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_post_norm.scale": HfTensor("model.layers.{i}.post_mlp_layernorm.weight", "D", "D"),
 }
-FORMAT = Format("glm4", "Glm4ForCausalLM", TENSORS | POST_NORMS, KEYS | UNTIED | OWN_KEYS, model={"norm_placement": "sandwich"})
+FORMAT = Format(
+    "glm4", "Glm4ForCausalLM", TENSORS | POST_NORMS, KEYS | UNTIED | FAMILY_KEYS, model={"norm_placement": "sandwich"}
+)
 # fmt: off
 PRESETS = presets(
     {

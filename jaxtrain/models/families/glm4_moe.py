@@ -1,7 +1,7 @@
 """GLM-4.5: a part of each head is rotated, a few dense layers, then DeepSeek-V3's router and experts."""
 
 from jaxtrain.models.families.deepseek_v3 import NEXT, ROUTED, ROUTED_KEYS, stacks
-from jaxtrain.models.hf_keys import COUNT, FLAG, Key
+from jaxtrain.models.hf_keys import COUNT, FLAG, HfKey
 from jaxtrain.models.hf_tensors import COMMON, QK_NORM, QKV_BIAS
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, Rope
 from jaxtrain.models.structure import Structure, presets
@@ -9,18 +9,18 @@ from jaxtrain.models.structure import Structure, presets
 STRUCTURE = Structure()
 LAYER = {name: tensor for name, tensor in COMMON.items() if "{i}" in name and ".mlp." not in name} | ROUTED
 TENSORS = {name: tensor for name, tensor in COMMON.items() if "{i}" not in name} | stacks(LAYER | QKV_BIAS | QK_NORM)
-OWN_KEYS = {
-    "attention_bias": Key("qkv_bias", FLAG, False),
-    "use_qk_norm": Key("qk_norm", FLAG, False),
+FAMILY_KEYS = {
+    "attention_bias": HfKey("qkv_bias", FLAG, False),
+    "use_qk_norm": HfKey("qk_norm", FLAG, False),
     "rope_parameters": Rope(partial=0.5),
-    NEXT: Key("", COUNT, None, to_theirs=lambda m: 0),
+    NEXT: HfKey("", COUNT, None, to_hf=lambda m: 0),
 }
 MODEL = {"router": "sigmoid", "router_bias": True}
 FORMAT = Format(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     TENSORS,
-    KEYS | UNTIED | ROUTED_KEYS | OWN_KEYS,
+    KEYS | UNTIED | ROUTED_KEYS | FAMILY_KEYS,
     model=MODEL,
     beyond="of multi-token prediction, which this family is built without, as in transformers",
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtrain.models.families.deepseek_v3 import LATENT_KEYS, LAYER, NEXT, ROUTED_KEYS, STRUCTURE, stacks
-from jaxtrain.models.hf_keys import COUNT, REQUIRED, Given, Key, Kind, same
+from jaxtrain.models.hf_keys import COUNT, REQUIRED, HfConfig, HfKey, ValueKind, alias
 from jaxtrain.models.hf_tensors import COMMON
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 
@@ -12,37 +12,38 @@ TENSORS = {name: tensor for name, tensor in COMMON.items() if "{i}" not in name}
 TYPES = "mlp_layer_types"
 
 
-def dense(hf_config: Given) -> int:
+def num_dense(hf_config: HfConfig) -> int:
     """Return the number of dense layers."""
     return hf_config[TYPES].count("dense") if isinstance(hf_config.get(TYPES), list) else 1
 
 
-def types(layers: int, first: int) -> list[str]:
+def layer_types(layers: int, first: int) -> list[str]:
     """Return the value of mlp_layer_types for this number of dense layers."""
     return ["dense"] * first + ["sparse"] * (layers - first)
 
 
-KNOWN = Kind(
-    "must be dense layers, then sparse ones", lambda x, hf_config: x == types(hf_config["num_hidden_layers"], dense(hf_config))
+DENSE_FIRST = ValueKind(
+    "must be dense layers, then sparse ones",
+    lambda x, hf_config: x == layer_types(hf_config["num_hidden_layers"], num_dense(hf_config)),
 )
-OWN_KEYS = {
-    TYPES: Key(
+FAMILY_KEYS = {
+    TYPES: HfKey(
         "dense_layers",
-        KNOWN,
+        DENSE_FIRST,
         [],
         REQUIRED,
-        lambda _, hf_config: dense(hf_config),
-        lambda m: types(m.num_layers, m.dense_layers),
+        lambda _, hf_config: num_dense(hf_config),
+        lambda m: layer_types(m.num_layers, m.dense_layers),
     ),
-    "first_k_dense_replace": same(f"the number of dense layers of {TYPES}, 1 without it", dense),
-    "intermediate_size": Key(
-        "dense_d_ff", to_ours=lambda x, hf_config: dense(hf_config) and x, to_theirs=lambda m: m.dense_d_ff or m.d_ff
+    "first_k_dense_replace": alias(f"the number of dense layers of {TYPES}, 1 without it", num_dense),
+    "intermediate_size": HfKey(
+        "dense_d_ff", to_model=lambda x, hf_config: num_dense(hf_config) and x, to_hf=lambda m: m.dense_d_ff or m.d_ff
     ),
-    "head_dim": same("qk_rope_head_dim", lambda hf_config: hf_config.get("qk_rope_head_dim")),
-    NEXT: Key("", COUNT, None, to_theirs=lambda m: 0),
+    "head_dim": alias("qk_rope_head_dim", lambda hf_config: hf_config.get("qk_rope_head_dim")),
+    NEXT: HfKey("", COUNT, None, to_hf=lambda m: 0),
 }
 MODEL = {"router": "sigmoid", "router_bias": True}
-KEYS_OF_ALL = KEYS | UNTIED | ROUTED_KEYS | LATENT_KEYS | OWN_KEYS
+ALL_KEYS = KEYS | UNTIED | ROUTED_KEYS | LATENT_KEYS | FAMILY_KEYS
 BEYOND = "of multi-token prediction, which this family is built without, as in transformers"
-FORMAT = Format("glm4_moe_lite", "Glm4MoeLiteForCausalLM", TENSORS, KEYS_OF_ALL, model=MODEL, beyond=BEYOND)
+FORMAT = Format("glm4_moe_lite", "Glm4MoeLiteForCausalLM", TENSORS, ALL_KEYS, model=MODEL, beyond=BEYOND)
 PRESETS: dict[str, dict[str, Any]] = {}

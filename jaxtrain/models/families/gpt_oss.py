@@ -1,9 +1,9 @@
 """GPT-OSS: experts with biases and a clamped gate, attention sinks, a sliding window in every other layer, YaRN."""
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
-from jaxtrain.models.hf_keys import ANY, Key, only, same
+from jaxtrain.models.hf_keys import ANY, HfKey, alias, only
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, HfTensor
-from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, UNTIED, Format, Windows, quantized
+from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, UNTIED, Format, Windows, quantization_row
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="clamped_swiglu")
@@ -32,22 +32,22 @@ MODEL = {
     "expert_bias": True,
     "renormalize": True,
 }
-OWN_KEYS = {
+FAMILY_KEYS = {
     "sliding_window": Windows(lambda s: PATTERN),
-    "num_local_experts": Key("num_experts"),
-    "num_experts_per_tok": Key("experts_per_token"),
-    "experts_per_token": same("num_experts_per_tok", lambda hf_config: hf_config["num_experts_per_tok"]),
-    "initial_context_length": Key("", ANY, None),  # that of the rotary settings is original_max_position_embeddings
+    "num_local_experts": HfKey("num_experts"),
+    "num_experts_per_tok": HfKey("experts_per_token"),
+    "experts_per_token": alias("num_experts_per_tok", lambda hf_config: hf_config["num_experts_per_tok"]),
+    "initial_context_length": HfKey("", ANY, None),  # that of the rotary settings is original_max_position_embeddings
     "swiglu_limit": only(7.0, BUILT),
     "swiglu_alpha": only(1.702, BUILT),
     "attention_bias": only(True, "attention is built with biases"),
-    "quantization_config": quantized("mxfp4"),
+    "quantization_config": quantization_row("mxfp4"),
 }
 FORMAT = Format(
     "gpt_oss",
     "GptOssForCausalLM",
     COMMON | ATTENTION_BIAS | TENSORS,
-    KEYS | HEAD_DIM | UNTIED | OWN_KEYS,
+    KEYS | HEAD_DIM | UNTIED | FAMILY_KEYS,
     model=MODEL,
     written={"output_router_logits": False},
 )

@@ -1,7 +1,7 @@
 """Granite 3: Llama's layers with factors of embeddings, scores, residual additions and logits."""
 
 from jaxtrain.config.schema import Model
-from jaxtrain.models.hf_keys import ABOVE_0, Key
+from jaxtrain.models.hf_keys import ABOVE_0, HfKey
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, MLP_BIAS
 from jaxtrain.models.hugging_face import BIASED, KEYS, MLP_BIASED, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
@@ -16,10 +16,10 @@ def logits_divisor(model: Model) -> float:
 
 # A missing attention_multiplier would be 1.0 in transformers, which no checkpoint has.
 FACTORS = {
-    "embedding_multiplier": Key("embedding_multiplier", ABOVE_0, 1.0),
-    "residual_multiplier": Key("residual_multiplier", ABOVE_0, 1.0),
-    "logits_scaling": Key("logit_multiplier", ABOVE_0, 1.0, to_ours=lambda x, _: 1 / x, to_theirs=logits_divisor),
-    "attention_multiplier": Key("attn_logit_scale", ABOVE_0, to_theirs=lambda m: m.attn_logit_scale or m.head_dim**-0.5),
+    "embedding_multiplier": HfKey("embedding_multiplier", ABOVE_0, 1.0),
+    "residual_multiplier": HfKey("residual_multiplier", ABOVE_0, 1.0),
+    "logits_scaling": HfKey("logit_multiplier", ABOVE_0, 1.0, to_model=lambda x, _: 1 / x, to_hf=logits_divisor),
+    "attention_multiplier": HfKey("attn_logit_scale", ABOVE_0, to_hf=lambda m: m.attn_logit_scale or m.head_dim**-0.5),
 }
 FORMAT = Format(
     "granite",

@@ -1,7 +1,7 @@
 """Granite 3 MoE: Granite's layers, with many narrow experts in place of the feed-forward block."""
 
 from jaxtrain.models.families.granite import FACTORS, STRUCTURE
-from jaxtrain.models.hf_keys import Key, only
+from jaxtrain.models.hf_keys import HfKey, only
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, HfTensor
 from jaxtrain.models.hugging_face import BIASED, KEYS, UNTIED, Format
 from jaxtrain.models.structure import presets
@@ -16,12 +16,12 @@ EXPERTS = {
     "layers.{i}.mlp.down": HfTensor(MOE + "output_linear.weight", "E D F", "E D F", parameter=MOE + "experts.down_proj"),
 }
 TENSORS = COMMON | ATTENTION_BIAS | EXPERTS
-OWN_KEYS = {
-    "num_local_experts": Key("num_experts"),
-    "num_experts_per_tok": Key("experts_per_token"),
+FAMILY_KEYS = {
+    "num_local_experts": HfKey("num_experts"),
+    "num_experts_per_tok": HfKey("experts_per_token"),
     "position_embedding_type": only("rope", "positions are rotary embeddings", written=False),
 }
-ALL_KEYS = KEYS | UNTIED | BIASED | FACTORS | OWN_KEYS
+ALL_KEYS = KEYS | UNTIED | BIASED | FACTORS | FAMILY_KEYS
 MODEL = {"renormalize": True}
 WRITTEN = {"output_router_logits": False}
 FORMAT = Format("granitemoe", "GraniteMoeForCausalLM", TENSORS, ALL_KEYS, model=MODEL, written=WRITTEN)

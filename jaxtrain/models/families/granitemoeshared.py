@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtrain.models.families.granitemoe import ALL_KEYS, MODEL, STRUCTURE, TENSORS, WRITTEN
-from jaxtrain.models.hf_keys import COUNT, Key
+from jaxtrain.models.hf_keys import COUNT, HfKey
 from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.hugging_face import Format
 
@@ -14,8 +14,8 @@ SHARED = {
     "layers.{i}.mlp.shared.up": HfTensor(MLP + "input_linear.weight", "D S", "(S + S) D", 1),
     "layers.{i}.mlp.shared.down": HfTensor(MLP + "output_linear.weight", "D S", "D S"),
 }
-OWN_KEYS = {"shared_intermediate_size": Key("shared_d_ff", COUNT)}
+FAMILY_KEYS = {"shared_intermediate_size": HfKey("shared_d_ff", COUNT)}
 FORMAT = Format(
-    "granitemoeshared", "GraniteMoeSharedForCausalLM", TENSORS | SHARED, ALL_KEYS | OWN_KEYS, model=MODEL, written=WRITTEN
+    "granitemoeshared", "GraniteMoeSharedForCausalLM", TENSORS | SHARED, ALL_KEYS | FAMILY_KEYS, model=MODEL, written=WRITTEN
 )
 PRESETS: dict[str, dict[str, Any]] = {}

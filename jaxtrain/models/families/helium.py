@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from jaxtrain.models.hf_keys import FLAG, Key, Kind
+from jaxtrain.models.hf_keys import FLAG, HfKey, ValueKind
 from jaxtrain.models.hf_tensors import COMMON, MLP_BIAS, QKV_BIAS, in_pairs
 from jaxtrain.models.hugging_face import KEYS, MLP_BIASED, UNTIED, Format, head_width
 from jaxtrain.models.structure import Structure
 
 STRUCTURE = Structure()
-SQUARE = Kind(
+SQUARE = ValueKind(
     "must be hidden_size / num_attention_heads: the output is built square", lambda x, hf_config: x == head_width(hf_config)
 )
-OWN_KEYS = {"attention_bias": Key("qkv_bias", FLAG, False), "head_dim": Key("head_dim", SQUARE)}
+FAMILY_KEYS = {"attention_bias": HfKey("qkv_bias", FLAG, False), "head_dim": HfKey("head_dim", SQUARE)}
 TENSORS = in_pairs(COMMON | QKV_BIAS | MLP_BIAS)
-FORMAT = Format("helium", "HeliumForCausalLM", TENSORS, KEYS | UNTIED | MLP_BIASED | OWN_KEYS)
+FORMAT = Format("helium", "HeliumForCausalLM", TENSORS, KEYS | UNTIED | MLP_BIASED | FAMILY_KEYS)
 PRESETS: dict[str, dict[str, Any]] = {}

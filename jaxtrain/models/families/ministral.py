@@ -18,10 +18,12 @@ class MinistralWindows(Windows):
         return super().write(model, key) | {key: model.sliding_window or 4096}
 
 
-def windowed(settings: Settings) -> str:
+def window_letters(settings: Settings) -> str:
     """Return the letter of all layers: they have the sliding window, if there is one."""
-    return GLOBAL if settings.given.get("sliding_window") is None else LOCAL
+    return GLOBAL if settings.hf_config.get("sliding_window") is None else LOCAL
 
 
-FORMAT = Format("ministral", "MinistralForCausalLM", COMMON, KEYS | UNTIED | {"sliding_window": MinistralWindows(windowed)})
+FORMAT = Format(
+    "ministral", "MinistralForCausalLM", COMMON, KEYS | UNTIED | {"sliding_window": MinistralWindows(window_letters)}
+)
 PRESETS: dict[str, dict[str, Any]] = {}

@@ -1,12 +1,12 @@
 """Mistral: Llama's layers, in some versions with a sliding window."""
 
-from jaxtrain.models.hf_keys import WHOLE, Key
+from jaxtrain.models.hf_keys import POSITIVE, HfKey
 from jaxtrain.models.hf_tensors import COMMON
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
-WINDOW = {"sliding_window": Key("sliding_window", WHOLE, null=0)}  # of all layers
+WINDOW = {"sliding_window": HfKey("sliding_window", POSITIVE, null=0)}  # of all layers
 FORMAT = Format("mistral", "MistralForCausalLM", COMMON, KEYS | UNTIED | WINDOW)
 # fmt: off
 PRESETS = presets(

@@ -1,6 +1,6 @@
 """Mixtral: Mistral's layers, with experts in place of the feed-forward block."""
 
-from jaxtrain.models.hf_keys import WHOLE, Key, only
+from jaxtrain.models.hf_keys import POSITIVE, HfKey, only
 from jaxtrain.models.hf_tensors import COMMON, experts
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
@@ -8,18 +8,18 @@ from jaxtrain.models.structure import Structure, presets
 STRUCTURE = Structure()
 
 
-OWN_KEYS = {
+FAMILY_KEYS = {
     # transformers, too, reads a missing sliding_window as none.
-    "sliding_window": Key("sliding_window", WHOLE, 0, null=0),
-    "num_local_experts": Key("num_experts"),
-    "num_experts_per_tok": Key("experts_per_token"),
+    "sliding_window": HfKey("sliding_window", POSITIVE, 0, null=0),
+    "num_local_experts": HfKey("num_experts"),
+    "num_experts_per_tok": HfKey("experts_per_token"),
     "router_jitter_noise": only(0.0, "jaxtrain adds no noise before the router; set it to 0.0 to go on without"),
 }
 FORMAT = Format(
     "mixtral",
     "MixtralForCausalLM",
     COMMON | experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    KEYS | UNTIED | OWN_KEYS,
+    KEYS | UNTIED | FAMILY_KEYS,
     model={"renormalize": True},
     written={"output_router_logits": False},
 )

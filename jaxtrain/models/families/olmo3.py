@@ -7,8 +7,8 @@ from jaxtrain.models.structure import presets
 
 __all__ = ["FORMAT", "PRESETS", "STRUCTURE"]
 PATTERN = 3 * LOCAL + GLOBAL
-OWN_KEYS = {"sliding_window": Windows(lambda s: PATTERN), "rope_parameters": Rope(local="rope_theta")}
-FORMAT = Format("olmo3", "Olmo3ForCausalLM", TENSORS, KEYS | UNTIED | BIASED | OWN_KEYS, model=MODEL)
+FAMILY_KEYS = {"sliding_window": Windows(lambda s: PATTERN), "rope_parameters": Rope(local="rope_theta")}
+FORMAT = Format("olmo3", "Olmo3ForCausalLM", TENSORS, KEYS | UNTIED | BIASED | FAMILY_KEYS, model=MODEL)
 # fmt: off
 PRESETS = presets(
     {

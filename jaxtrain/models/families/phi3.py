@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: Llama's layers, queries, keys and values in one tensor, in some versions with a sliding window."""
 
-from jaxtrain.models.hf_keys import ANY, WHOLE, Key
+from jaxtrain.models.hf_keys import ANY, POSITIVE, HfKey
 from jaxtrain.models.hf_tensors import COMMON, GATE_UP, HfTensor
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, Rope
 from jaxtrain.models.structure import Structure, presets
@@ -12,13 +12,13 @@ QKV = {
     )
     for part, (name, heads) in enumerate((("wq", "N"), ("wk", "K"), ("wv", "K")))
 }
-OWN_KEYS = {
-    "sliding_window": Key("sliding_window", WHOLE, 0, null=0),  # of all layers
-    "original_max_position_embeddings": Key("", ANY, None),  # for longrope alone
+FAMILY_KEYS = {
+    "sliding_window": HfKey("sliding_window", POSITIVE, 0, null=0),  # of all layers
+    "original_max_position_embeddings": HfKey("", ANY, None),  # for longrope alone
     # transformers reads yarn and su as longrope, and refuses all other types.
-    "rope_parameters": Rope(known=("default",), partial=1.0),
+    "rope_parameters": Rope(rope_types=("default",), partial=1.0),
 }
-FORMAT = Format("phi3", "Phi3ForCausalLM", COMMON | QKV | GATE_UP, KEYS | UNTIED | OWN_KEYS)
+FORMAT = Format("phi3", "Phi3ForCausalLM", COMMON | QKV | GATE_UP, KEYS | UNTIED | FAMILY_KEYS)
 # Phi-3.5, Phi-4-mini and the versions of Phi-3 for long texts have longrope.
 # fmt: off
 PRESETS = presets(

@@ -1,12 +1,12 @@
 """Qwen2 and Qwen2.5: Llama's layers with biases on queries, keys and values."""
 
-from jaxtrain.models.hf_keys import WHOLE, Key
+from jaxtrain.models.hf_keys import POSITIVE, HfKey
 from jaxtrain.models.hf_tensors import COMMON, QKV_BIAS
 from jaxtrain.models.hugging_face import KEYS, QWEN_WINDOWS, Format, head_width
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
-HEAD_DIM = {"head_dim": Key("head_dim", WHOLE, head_width, written=False)}
+HEAD_DIM = {"head_dim": HfKey("head_dim", POSITIVE, head_width, written=False)}
 FORMAT = Format("qwen2", "Qwen2ForCausalLM", COMMON | QKV_BIAS, KEYS | HEAD_DIM | QWEN_WINDOWS, model={"qkv_bias": True})
 # fmt: off
 PRESETS = presets(

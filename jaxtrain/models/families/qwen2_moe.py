@@ -1,7 +1,7 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2's attention, narrow experts, and a shared expert with a gate."""
 
 from jaxtrain.models.families import qwen3_moe
-from jaxtrain.models.hf_keys import FLAG, Key
+from jaxtrain.models.hf_keys import FLAG, HfKey
 from jaxtrain.models.hf_tensors import COMMON, QKV_BIAS, HfTensor, experts
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
@@ -15,16 +15,16 @@ EXPERTS = {
     "layers.{i}.mlp.shared.down": HfTensor(MLP + "shared_expert.down_proj.weight", "D S", "D S"),
     "layers.{i}.mlp.shared_gate": HfTensor(MLP + "shared_expert_gate.weight", "D", "1 D"),
 }
-OWN_KEYS = {
-    **qwen3_moe.OWN_KEYS,
-    "qkv_bias": Key("qkv_bias", FLAG, True),
-    "shared_expert_intermediate_size": Key("shared_d_ff"),
+FAMILY_KEYS = {
+    **qwen3_moe.FAMILY_KEYS,
+    "qkv_bias": HfKey("qkv_bias", FLAG, True),
+    "shared_expert_intermediate_size": HfKey("shared_d_ff"),
 }
 FORMAT = Format(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     COMMON | QKV_BIAS | EXPERTS,
-    KEYS | UNTIED | OWN_KEYS,
+    KEYS | UNTIED | FAMILY_KEYS,
     model={"shared_gate": True},
     written={"output_router_logits": False},
 )

@@ -2,7 +2,7 @@
 
 from jaxtrain.models.families.qwen2_moe import EXPERTS
 from jaxtrain.models.families.qwen3_moe import DENSE
-from jaxtrain.models.hf_keys import ANY, FLAG, Key, only
+from jaxtrain.models.hf_keys import ANY, FLAG, HfKey, only
 from jaxtrain.models.hf_tensors import COMMON, QK_NORM, HfTensor
 from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, UNTIED, DeltaLayers, Format, Rope
 from jaxtrain.models.structure import Structure, presets
@@ -36,22 +36,22 @@ PROJECTIONS = {
     f"{OURS}wa": HfTensor(f"{LINEAR}in_proj_ba.weight", "D (M J)", BA, 1),
 }
 DELTA_KEYS = {
-    "linear_num_key_heads": Key("linear_key_heads"),
-    "linear_num_value_heads": Key("linear_value_heads"),
-    "linear_key_head_dim": Key("linear_key_dim"),
-    "linear_value_head_dim": Key("linear_value_dim"),
-    "linear_conv_kernel_dim": Key("linear_conv"),
+    "linear_num_key_heads": HfKey("linear_key_heads"),
+    "linear_num_value_heads": HfKey("linear_value_heads"),
+    "linear_key_head_dim": HfKey("linear_key_dim"),
+    "linear_value_head_dim": HfKey("linear_value_dim"),
+    "linear_conv_kernel_dim": HfKey("linear_conv"),
     "layer_types": DeltaLayers(),
 }
 EXPERT_KEYS = {
-    "num_experts": Key("num_experts"),
-    "num_experts_per_tok": Key("experts_per_token"),
-    "moe_intermediate_size": Key("d_ff"),
-    "shared_expert_intermediate_size": Key("shared_d_ff"),
-    "intermediate_size": Key("", ANY, None),  # of layers without experts, of which there are none
+    "num_experts": HfKey("num_experts"),
+    "num_experts_per_tok": HfKey("experts_per_token"),
+    "moe_intermediate_size": HfKey("d_ff"),
+    "shared_expert_intermediate_size": HfKey("shared_d_ff"),
+    "intermediate_size": HfKey("", ANY, None),  # of layers without experts, of which there are none
 }
-OWN_KEYS = {
-    "norm_topk_prob": Key("renormalize", FLAG, True),
+FAMILY_KEYS = {
+    "norm_topk_prob": HfKey("renormalize", FLAG, True),
     "decoder_sparse_step": only(1, DENSE),
     "mlp_only_layers": only([], DENSE),
     "rope_parameters": Rope(partial=0.25),
@@ -62,7 +62,7 @@ FORMAT = Format(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     COMMON | GATED | DELTA | PROJECTIONS | EXPERTS,
-    KEYS | HEAD_DIM | UNTIED | DELTA_KEYS | EXPERT_KEYS | OWN_KEYS,
+    KEYS | HEAD_DIM | UNTIED | DELTA_KEYS | EXPERT_KEYS | FAMILY_KEYS,
     model=MODEL | {"shared_gate": True},
     written={"attention_bias": False, "output_router_logits": False},
     beyond=NOT_USED,

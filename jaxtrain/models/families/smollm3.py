@@ -3,14 +3,14 @@
 from typing import Any
 
 from jaxtrain.config.schema import GLOBAL, LOCAL, UNROTATED, Model
-from jaxtrain.models.hf_keys import FLAG, WHOLE, HuggingFaceError, Kind, Settings
+from jaxtrain.models.hf_keys import FLAG, POSITIVE, HuggingFaceError, Settings, ValueKind
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, MLP_BIAS
 from jaxtrain.models.hugging_face import BIASED, KEYS, MLP_BIASED, TIED, Format, Windows, layer_letters, window_keys
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 RULE = "must be a list with a 0 (no rotary embeddings) or 1 for each layer"
-ROTATED = Kind(
+ROTATED = ValueKind(
     RULE, lambda x, hf_config: isinstance(x, list) and len(x) >= hf_config["num_hidden_layers"] and all(y in (0, 1) for y in x)
 )
 
@@ -19,7 +19,7 @@ class SmolWindows(Windows):
     """The layers with a window, as in Qwen3's `layer_types`, and the layers with rotary embeddings."""
 
     def read(self, settings: Settings, key: str) -> dict[str, Any]:
-        layers, every = range(settings.given["num_hidden_layers"]), settings.take("no_rope_layer_interval", WHOLE, 4)
+        layers, every = range(settings.hf_config["num_hidden_layers"]), settings.take("no_rope_layer_interval", POSITIVE, 4)
         rotated = settings.take("no_rope_layers", ROTATED, [(i + 1) % every != 0 for i in layers])
         in_use, window = settings.take("use_sliding_window", FLAG, False), settings.take(key, default=None)
         settings.take("max_window_layers", default=None)  # transformers does not read it

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtrain.models.families.gemma2 import OWN_KEYS, STRUCTURE
+from jaxtrain.models.families.gemma2 import FAMILY_KEYS, STRUCTURE
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, POST_NORMS
 from jaxtrain.models.hugging_face import BIASED, GEMMA, GEMMA_SCORES, KEYS, Format
 
@@ -12,6 +12,6 @@ FORMAT = Format(
     "vaultgemma",
     "VaultGemmaForCausalLM",
     COMMON | ATTENTION_BIAS | NORMS,
-    KEYS | BIASED | GEMMA | GEMMA_SCORES | OWN_KEYS,
+    KEYS | BIASED | GEMMA | GEMMA_SCORES | FAMILY_KEYS,
 )
 PRESETS: dict[str, dict[str, Any]] = {}

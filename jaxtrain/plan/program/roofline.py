@@ -19,7 +19,7 @@ from jaxtrain.config.context import pairs_per_rank
 from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import Data, Model, Remat
 from jaxtrain.models import flops, windows
-from jaxtrain.models.activations import kept
+from jaxtrain.models.activations import saved_activations
 from jaxtrain.models.attention import KIND_SWITCH
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import CollectiveOp
@@ -404,7 +404,7 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
-        uniform_model = windows.all_of(run.model, kind)
+        uniform_model = windows.with_kind(run.model, kind)
         each = flops.attention(uniform_model, run.data.seq_len)
         passes = (layers + run.model.mtp_layers) * (1 + back * (backward + repeats))
         computed += (each.causal if masked else each.full) * passes * _ring_ratio(run.data, uniform_model, layout, masked)
@@ -421,7 +421,7 @@ def attention_by_rank(program: Program) -> tuple[float, ...]:
     backward, _ = _ATTENTION[program.kernel.name]
     out = [0.0] * layout.context.size
     for kind, layers in windows.layers_by_kind(run.model):
-        uniform_model = windows.all_of(run.model, kind)
+        uniform_model = windows.with_kind(run.model, kind)
         passes = (layers + run.model.mtp_layers) * (1 + backward + _attention_repeats(run.remat))
         mean = flops.attention(uniform_model, run.data.seq_len).causal * passes * run.tokens_per_step / layout.devices
         by_rank = pairs_per_rank(layout.context, run.data.seq_len, uniform_model.sliding_window)
@@ -430,7 +430,7 @@ def attention_by_rank(program: Program) -> tuple[float, ...]:
 
 
 def _attention_repeats(remat: Remat) -> int:
-    return int(remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(remat))
+    return int(remat.policy != "none" and not {"attention_out", "attention_lse"} <= saved_activations(remat))
 
 
 def _ring_ratio(data: Data, model: Model, layout: Layout, masked: bool) -> float:

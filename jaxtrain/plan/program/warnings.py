@@ -22,7 +22,7 @@ from jaxtrain.config.shapes import without_period
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.precision import EXPERTS, uneven
+from jaxtrain.models.precision import EXPERTS, has_uneven_experts
 from jaxtrain.plan.program.collectives import CollectiveOp
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
 from jaxtrain.plan.program.op_cost import GEMM_CALLS, is_expert_matmul, is_fp8_matmul
@@ -261,7 +261,7 @@ def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
     trained = [trains for _, trains in paired]
     # Forward, gradient of x, gradient of a trained weight. The first layer's x has none if nothing before it is trained.
     expected = sum(2 + trains for trains in trained)
-    if uneven(run.model, run.moe, run.mesh):
+    if has_uneven_experts(run.model, run.moe, run.mesh):
         expected -= sum(trains for path, trains in paired if without_period(".".join(key.key for key in path)) in EXPERTS)
     least = expected - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:
@@ -423,7 +423,7 @@ def _saved_gib(policy: str, memory: Memory) -> float:
 
     A key of `memory.saved` may list several activations: each counts as an equal part of its GiB.
     """
-    names = {"layer input", *activations.KEPT[policy]}
+    names = {"layer input", *activations.SAVED[policy]}
     total = 0.0
     for group, gib in memory.saved.items():
         each = group.partition(":")[0].split(", ")

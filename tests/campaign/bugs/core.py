@@ -27,14 +27,14 @@ BUGS = (
     Bug(
         "average: on every device",
         "jaxtrain/step/state.py",
-        "p.update(dtype=jnp.float32), part(params, mask))",
-        "p.update(dtype=jnp.float32, sharding=unsharded), part(params, mask))",
+        "p.update(dtype=jnp.float32), select_leaves(params, mask))",
+        "p.update(dtype=jnp.float32, sharding=unsharded), select_leaves(params, mask))",
         "proofs/test_ema.py -k 'recurrence and tensor'",
     ),
     Bug(
         "average: evaluations use the weights",
         "jaxtrain/step/state.py",
-        "filled(state.params, state.ema) if state.ema",
+        "replace_leaves(state.params, state.ema) if state.ema",
         "state.params if state.ema",
         "proofs/test_ema.py -k evaluations_and_exports",
     ),
@@ -160,7 +160,7 @@ BUGS = (
     Bug(
         "FLOPs: one expert on a device computes no spare rows",
         "jaxtrain/models/flops.py",
-        "(FIRST_ROUND if support.alone(moe.impl, model.num_experts, mesh.expert) else 1.0)",
+        "(FIRST_ROUND if support.single_expert(moe.impl, model.num_experts, mesh.expert) else 1.0)",
         "1.0",
         "unit/test_flops.py -k alone",
     ),

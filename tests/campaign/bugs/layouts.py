@@ -81,8 +81,8 @@ BUGS = (
     Bug(
         "ring: the first place counts as later than itself",
         f"{CONTEXT}/ring.py",
-        "return split.place >= distance",
-        "return split.place > distance",
+        "return split.ring_rank >= distance",
+        "return split.ring_rank > distance",
         'proofs/test_context.py -k "over_several and chunked and cap"',
     ),
     Bug(
@@ -95,15 +95,15 @@ BUGS = (
     Bug(
         "gather: gradients of keys return to the wrong place",
         f"{CONTEXT}/ring.py",
-        "(split.place - jnp.arange(ring_size)) % ring_size",
-        "(jnp.arange(ring_size) - split.place) % ring_size",
+        "(split.ring_rank - jnp.arange(ring_size)) % ring_size",
+        "(jnp.arange(ring_size) - split.ring_rank) % ring_size",
         'proofs/test_context.py -k "over_several and gather and chunked"',
     ),
     Bug(
         "window: the first chunk is given the last one's tokens",
         f"{CONTEXT}/window.py",
-        "earlier = jnp.where(split.place == 0, 0, split.around(early))",
-        "earlier = split.around(early)",
+        "earlier = jnp.where(split.ring_rank == 0, 0, split.ring_shift(early))",
+        "earlier = split.ring_shift(early)",
         'proofs/test_context.py -k "over_several and window"',
     ),
     Bug(
@@ -323,8 +323,8 @@ BUGS = (
     Bug(
         "pipeline: an empty slot gives NaN to the gradients before it",
         "jaxtrain/step/pipeline.py",
-        "body(body_input, layer, shared.where(self.full), self.kind)",
-        "body(carry, layer, shared.where(self.full), self.kind)",
+        "body(body_input, layer, shared.with_valid(self.full), self.kind)",
+        "body(carry, layer, shared.with_valid(self.full), self.kind)",
         "proofs/test_pipeline.py -k empty",
     ),
     Bug(

@@ -349,8 +349,8 @@ BUGS = (
     Bug(
         "Hugging Face: without num_key_value_heads there is one",
         "jaxtrain/models/hugging_face.py",
-        'Key("num_kv_heads", WHOLE, lambda hf_config: hf_config["num_attention_heads"])',
-        'Key("num_kv_heads", WHOLE, 1)',
+        'HfKey("num_kv_heads", POSITIVE, lambda hf_config: hf_config["num_attention_heads"])',
+        'HfKey("num_kv_heads", POSITIVE, 1)',
         "unit/test_hf.py -k published_configs",
     ),
     Bug(
@@ -377,8 +377,8 @@ BUGS = (
     Bug(
         "Hugging Face: experts in one tensor take the wrong half",
         "jaxtrain/hf/names.py",
-        "start = sum(self._widths[: self.spec.part])",
-        "start = sum(self._widths[self.spec.part + 1 :])",
+        "start = sum(self._widths[: self.spec.section])",
+        "start = sum(self._widths[self.spec.section + 1 :])",
         "unit/test_hf.py -k one_tensor",
     ),
     Bug(
@@ -629,8 +629,8 @@ BUGS = (
     Bug(
         "Hugging Face: without its key, whole heads are rotated",
         "jaxtrain/models/hugging_face.py",
-        "Key(PARTIAL, NUMBER, partial)",
-        "Key(PARTIAL, NUMBER, 1.0)",
+        "HfKey(PARTIAL, NUMBER, partial)",
+        "HfKey(PARTIAL, NUMBER, 1.0)",
         "unit/test_hf.py -k rotated_part",
     ),
     Bug(
@@ -643,7 +643,7 @@ BUGS = (
     Bug(
         "folders: an import takes models that no run may have",
         "jaxtrain/hf/folder.py",
-        "problems or rules.problems_of(run.model)",
+        "problems or rules.model_problems(run.model)",
         "problems",
         "proofs/test_hf_folders.py -k no_run_may_have",
     ),

@@ -335,8 +335,8 @@ BUGS = (
     Bug(
         "fit: a device's own sums of gradients are as small as its shard",
         FIT,
-        "part(gathered, program.trained) if zero.reduce_once else",
-        "part(gathered, program.trained) if not zero else",
+        "select_leaves(gathered, program.trained) if zero.reduce_once else",
+        "select_leaves(gathered, program.trained) if not zero else",
         "unit/test_fit.py -k zero_stages",
     ),
     Bug(
