@@ -122,7 +122,7 @@ class Row:
 
 def run_of(layout: Layout) -> RunConfig:
     """Return CONFIG with the overrides of a layout. Raises ConfigError if an override is wrong."""
-    loaded = loading.load([f"--config={launch.REPO / CONFIG}", *(f"--config.{o}" for o in layout.overrides)])
+    loaded = loading.load_config([f"--config={launch.REPO / CONFIG}", *(f"--config.{o}" for o in layout.overrides)])
     if loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.run

@@ -75,7 +75,7 @@ def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
     from jaxtrain.data.tokenfile import TokenWriter
 
     path, found = folder / "a.tok", {}
-    with TokenWriter(path, {**tokenizer.info(tokenizer.ByteTokenizer()), "vocab_size": VOCAB[bits]}) as writer:
+    with TokenWriter(path, {**tokenizer.tokenizer_info(tokenizer.ByteTokenizer()), "vocab_size": VOCAB[bits]}) as writer:
         for ids in random_documents(VOCAB[bits], tokens):
             writer.write(ids, len(ids))
             writer.end_document()
@@ -172,10 +172,10 @@ def write_text(folder: Path, megabytes: float) -> None:
 
 def time_prepare(folder: Path, text: Path, tokenizer: str) -> dict[str, float]:
     """Return tokens per CPU second of `prepare` with one process."""
-    from jaxtrain.data.prepare import prepare
+    from jaxtrain.data.prepare import prepare_corpus
 
     began = time.process_time()
-    (header,) = prepare([str(text / "text.jsonl")], folder / "out.tok", tokenizer=tokenizer, processes=1)
+    (header,) = prepare_corpus([str(text / "text.jsonl")], folder / "out.tok", tokenizer=tokenizer, processes=1)
     name = "bytes" if tokenizer == "byte" else "BPE of 32,000"
     return {f"prepare, {name}": header["tokens"] / (time.process_time() - began)}
 

@@ -72,7 +72,7 @@ class Case:
     @property
     def request(self) -> Request:
         """Return the request for the plan, at published kernel rates."""
-        run, where = loading.load([f"--config={launch.REPO / self.config}"]).run, machines.parse_topology(self.machine)
+        run, where = loading.load_config([f"--config={launch.REPO / self.config}"]).run, machines.parse_topology(self.machine)
         return Request(run, where, self.config, rates=rates.datasheet(where.gpu, run.precision))
 
 

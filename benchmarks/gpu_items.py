@@ -464,7 +464,7 @@ def time_torch(node: Node, limit_s: float) -> PartOutcome:
     steps = (2, 3) if node.smoke else (2, 6)
     spec = example["spec"] | {"platform": platform, "settings": settings, "tune_s": 0.0, "warmup": steps[0], "steps": steps[1]}
     timed = peer_torch.run_peer(sys.executable, spec, node.log("torch"), deadline - time.monotonic())
-    answer = peer_torch.as_our_answer(timed, loading.load(step_argv(PEERS[1], node.smoke)).run)
+    answer = peer_torch.as_our_answer(timed, loading.load_config(step_argv(PEERS[1], node.smoke)).run)
     text, data = f"losses of a small model agree to {same['off']:.1e}", {"same": same, "torch": answer}
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD

@@ -104,10 +104,10 @@ def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, dtyp
     """
     import jax
 
-    from jaxtrain.checkpoint.arrays import orbax
+    from jaxtrain.checkpoint.arrays import import_orbax
 
     jax.block_until_ready(jax.device_put(0.0))
-    orbax()
+    import_orbax()
     command = prepared(kind, source, out, shard_size, dtype)
     before, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
     reset_peak()

@@ -81,7 +81,9 @@ class Case:
     @functools.cached_property
     def run_config(self) -> RunConfig:
         """Return the config with the case's overrides. Raises ConfigError if a key or a value is wrong."""
-        loaded = loading.load([f"--config={launch.REPO / self.config}", *(f"--config.{change}" for change in self.changes)])
+        loaded = loading.load_config(
+            [f"--config={launch.REPO / self.config}", *(f"--config.{change}" for change in self.changes)]
+        )
         if loaded.problems:
             raise ConfigError(loaded.problems)
         return loaded.run

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import Args, Parser, at_least
 from jaxtrain.config.schema import Fp8, RunConfig
-from jaxtrain.data.batches import with_documents
+from jaxtrain.data.batches import resolve_max_segments
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.program import build_program
 from jaxtrain.step.state import create_state
@@ -69,7 +69,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
     """Train a run on the first device. Return (training loss of each step, held-out loss after the last step)."""
     train, sets = open_data(run)
     (held_out,) = sets.values()
-    run = with_documents(run, train, held_out)
+    run = resolve_max_segments(run, train, held_out)
     program = build_program(run, jax.devices()[:1])
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     seen = []

@@ -138,7 +138,7 @@ def _run(keys: Sequence[str] = ()) -> RunConfig:
 
     Raises PeerError if the config has problems.
     """
-    loaded = loading.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
+    loaded = loading.load_config([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
     if loaded.problems:
         raise PeerError(f"{' '.join(keys)}: {loaded.problems}")
     return loaded.run

@@ -29,7 +29,7 @@ from jaxtrain.config import hardware, launch
 from jaxtrain.config.command_line import Args, Invalid, Parser, at_least, make_console, output_file
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import loading
-from jaxtrain.data.batches import with_documents
+from jaxtrain.data.batches import resolve_max_segments
 from jaxtrain.models import flops
 from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
@@ -127,7 +127,7 @@ def start(args: Args) -> int:
     console = make_console(bench.WIDTH)
     base = [*args.loaded.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
     python = shutil.which(Path(args.python or sys.executable).expanduser())
-    problems = [*train_step.find_problems(loading.load(base), 1), *refusal(loading.load(base).run)]
+    problems = [*train_step.find_problems(loading.load_config(base), 1), *refusal(loading.load_config(base).run)]
     problems += interpreter(args.python, python)
     settings = read_settings(args.settings) if args.settings else []
     if hardware.probe().kind == "cpu" and any(s["attention"] != "sdpa" for s in settings):
@@ -190,7 +190,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
         request: `argv`, the config's command line; `folder`, for files; `train`, a number of steps. If `train` is not 0, the
             initial weights are written too, and the losses of this number of steps on the batch are returned.
     """
-    run = loading.load(request["argv"]).run
+    run = loading.load_config(request["argv"]).run
     devices = train_step.start_devices(run, 1)
     import jax.numpy as jnp
 
@@ -222,7 +222,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     }
     losses = []
     if request["train"]:
-        program, train, _ = compile_step(with_documents(run, rows), devices)
+        program, train, _ = compile_step(resolve_max_segments(run, rows), devices)
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         arrays: dict[str, Any] = state.to_host(current, PREFIX)
         theirs: dict[str, Any] = {
@@ -247,7 +247,7 @@ def export(
 
 def export_small(base: Sequence[str], folder: Path, log: Path | None = None, limit_s: float | None = None) -> dict[str, Any]:
     """Train a small model of the config's family on the CPU. Return the answer of `export`, which `compare_losses` takes."""
-    heads = loading.load(base).run.model
+    heads = loading.load_config(base).run.model
     grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
     small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
     return export([*base, *(f"--config.{o}" for o in small)], folder, CHECKED, log, limit_s)
@@ -311,7 +311,7 @@ def run(
         search: `settings` and `tune_s` of PyTorch's step (see `run_peer`).
     """
     limit_s, began, given = request["limit_s"], time.monotonic(), search["settings"]
-    config, platform = loading.load(base).run, hardware.probe().kind
+    config, platform = loading.load_config(base).run, hardware.probe().kind
 
     def fail(why: str, **results: Any) -> int:
         print(why, file=sys.stderr)

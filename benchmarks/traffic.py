@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     start_jax(hardware.probe())
-    loaded = loading.load(args.config)
+    loaded = loading.load_config(args.config)
     if loaded.problems:
         raise SystemExit("\n".join(map(str, loaded.problems)))
     machine = topology.parse_topology(args.topology)

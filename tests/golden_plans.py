@@ -214,7 +214,7 @@ def requests(names: Iterable[str]) -> dict[str, search_parallel.Request]:
     out = {}
     for name in names:
         config, machine = SHIPPED[name]
-        run, where = loading.load([f"--config={launch.REPO / config}"]).run, topology.parse_topology(machine)
+        run, where = loading.load_config([f"--config={launch.REPO / config}"]).run, topology.parse_topology(machine)
         out[name] = search_parallel.Request(run, where, config, rates=datasheet(where.gpu, run.precision))
     return out
 

@@ -212,7 +212,7 @@ def text_file(path: Path, modules: int = 12) -> Path:
     """Write a token file of real text in short documents: each line of a few standard library modules is a document."""
     byte = tokenizer.ByteTokenizer()
     library = Path(sysconfig.get_path("stdlib"))
-    with TokenWriter(path, tokenizer.info(byte)) as writer:
+    with TokenWriter(path, tokenizer.tokenizer_info(byte)) as writer:
         for module in sorted(library.glob("*.py"))[:modules]:
             for line in filter(str.strip, module.read_text(encoding="utf-8").splitlines()):
                 writer.write(byte.encode(line), len(line.encode()))

@@ -22,7 +22,7 @@ RATES = rates_for(H200.gpu, "bf16")
 
 def load(*overrides: str, file: str = "configs/llama3_8b.py") -> schema.RunConfig:
     """Return the run of a config file with overrides KEY=VALUE."""
-    loaded = loading.load([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
+    loaded = loading.load_config([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
     assert not loaded.problems, loaded.problems
     return loaded.run
 

@@ -29,7 +29,7 @@ FULL = ("remat.policy=full", "remat.tensors=", LOOP)
 
 def config(*overrides: str, of: str = LLAMA) -> RunConfig:
     """Return the run of a config file with overrides KEY=VALUE."""
-    loaded = loading.load([f"--config={launch.REPO / of}", *(f"--config.{o}" for o in overrides)])
+    loaded = loading.load_config([f"--config={launch.REPO / of}", *(f"--config.{o}" for o in overrides)])
     assert not loaded.problems, loaded.problems
     return loaded.run
 

@@ -169,7 +169,7 @@ def argv(settings: dict[str, str]) -> list[str]:
 
 def problems_of(settings: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
     """Return the run of a command line, and its problems: those of the config, or those of the abstract program."""
-    loaded = loading.load(argv(settings))
+    loaded = loading.load_config(argv(settings))
     size = min(DEVICES, max(1, math.prod(dataclasses.astuple(loaded.run.mesh))))
     problems = [*loaded.problems, *validate_step(loaded.run, Devices("cpu", "cpu", size, 16.0, "a test"))]
     if not problems:
@@ -215,7 +215,7 @@ def on_one_device(settings: dict[str, str]) -> dict[str, str]:
 
 def train(settings: dict[str, str]) -> list[parity.Trained]:
     """Return the results of one step, and of STEPS steps, from the same weights."""
-    run = loading.load(argv(settings)).run
+    run = loading.load_config(argv(settings)).run
     made = build_program(run, helpers.devices_of(run))
     step = helpers.compiled(made)
     batch = functools.partial(helpers.host_batch, run)

@@ -167,7 +167,7 @@ def tensors_in(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
     found = Checkpoints(folder)
     step = found.steps()[-1] if step is None else step
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    stored = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for k, a in found.stored(step).items()}
+    stored = {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for k, a in found.tensor_specs(step).items()}
     return {k: np.asarray(a) for k, a in found.restore(step, stored).items()}
 
 

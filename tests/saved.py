@@ -69,8 +69,8 @@ def write_step(folder: Path, step: int, **meta: object) -> Path:
     for name in ("arrays/d/0", "arrays/manifest", "arrays/commit_success.txt"):
         (made / name).write_bytes(name.encode() * 40)
     record = {"format": FORMAT, "step": step, "bytes": 800, "tensors": {}, "time_unix": 0.0, "loss": 1.0 / step, **meta}
-    (made / "meta.json").write_text(files.sealed(record))
-    (made / files.NAME).write_text(files.encode(files.measure(made, files.listed(made))))
+    (made / "meta.json").write_text(files.to_sealed_json(record))
+    (made / files.NAME).write_text(files.encode_digests(files.digest_files(made, files.list_step_files(made))))
     return made
 
 

@@ -23,7 +23,7 @@ BYTE = text_tokenizers.ByteTokenizer()
 
 def write_file(path: Path, documents: Sequence[Sequence[int]], loss: bool = False, **info: object) -> Path:
     """Write a token file with these documents of ids. Each id counts as one byte of text. With `loss`, even ids count."""
-    with TokenWriter(path, {**text_tokenizers.info(BYTE), **info}, loss=loss) as writer:
+    with TokenWriter(path, {**text_tokenizers.tokenizer_info(BYTE), **info}, loss=loss) as writer:
         for ids in documents:
             flags = np.asarray(ids, np.int64) % 2 == 0 if loss else None
             writer.write(list(ids), len(ids), flags, int(np.sum(flags)) if loss else 0)
@@ -36,7 +36,7 @@ def write_conversations(path: Path, lengths: Sequence[int], loss: bool = True, f
 
     With `loss`, the tokens of the second half of each conversation count in the loss.
     """
-    with TokenWriter(path, text_tokenizers.info(BYTE), loss=loss) as writer:
+    with TokenWriter(path, text_tokenizers.tokenizer_info(BYTE), loss=loss) as writer:
         for k, n in enumerate(lengths):
             ids = [(first + k) % 256] * (n - 1)
             writer.write(ids, n - 1, np.arange(n - 1) >= n // 2 if loss else None, (n - 1 - n // 2) * loss)

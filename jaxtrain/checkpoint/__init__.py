@@ -30,12 +30,12 @@ from jaxtrain.checkpoint.storage import Unreachable as Unreachable
 from jaxtrain.config import stores
 
 
-def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
-    """Return (checkpoints, step) of a path, as `find` does. Raises CheckpointError if no step is complete."""
-    return find(path)[:2]
+def locate_checkpoint(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:
+    """Return (checkpoints, step) of a path, as `find_checkpoint` does. Raises CheckpointError if no step is complete."""
+    return find_checkpoint(path)[:2]
 
 
-def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int, float | None]:
+def find_checkpoint(path: str | os.PathLike[str]) -> tuple[Checkpoints, int, float | None]:
     """Return (checkpoints, step, None) of a path: a run's folder, its checkpoints folder, or the folder of one step.
 
     If the path is not the folder of a step, the step is the newest one. If the newest one's config has checkpoint.keep_best, it

@@ -21,7 +21,7 @@ WRITE_BYTES = 4 << 30  # host memory that one process uses for writes, in additi
 PEERS_S = 5400.0
 
 
-def orbax() -> Any:
+def import_orbax() -> Any:
     """Return Orbax's v1 API. Orbax is imported at the first call: the import would add 0.7 s to the start of each run."""
     # `import orbax.checkpoint.v1` does not work in 0.12: v1 is an attribute.
     from orbax.checkpoint import v1 as ocp
@@ -29,7 +29,7 @@ def orbax() -> Any:
     return ocp
 
 
-def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: bool = False, processes: int = 1) -> Any:
+def orbax_context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: bool = False, processes: int = 1) -> Any:
     """Return the options of a save to, or a load from, `folder`.
 
     Args:
@@ -37,7 +37,7 @@ def context(folder: "epath.Path", arrays: "Iterable[jax.Array]" = (), partial: b
       partial: whether a load may read only some of the arrays.
       processes: number of processes of the run.
     """
-    context = orbax().Context()
+    context = import_orbax().Context()
     if processes > 1:
         # With a list of processes, Orbax waits for them at the coordination service, with a timeout, and not on the devices.
         context.multiprocessing.active_processes = set(range(processes))

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 KNUTH = 2654435761
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-AT_ONCE = 8  # arrays of one shape, dtype and sharding whose digests `digest_arrays` computes in one program
+MAX_ARRAYS = 8  # arrays of one shape, dtype and sharding whose digests `digest_arrays` computes in one program
 
 
-def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
+def digest_sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> jax.Array:
     """Return the digest of an array whose elements have 1, 2 or 4 bytes, uint32 (3,). For use inside jit.
 
     begin, shape: if `x` is a shard, its offset in the global array and the global shape.
@@ -58,10 +58,10 @@ def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
 
 def digest_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
     """Begin to compute digests of arrays in device memory: uint32 (3,), or (layers, 3) for arrays stacked on axis 0."""
-    return program(arrays, stacked)(*arrays)
+    return digest_program(arrays, stacked)(*arrays)
 
 
-def program(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], stacked: Sequence[bool]) -> Any:
+def digest_program(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct], stacked: Sequence[bool]) -> Any:
     """Return the jitted function that maps arrays of these shapes and shardings to the result of `digest_layers`."""
     return _program(tuple((x.shape, layers, x.sharding) for x, layers in zip(arrays, stacked, strict=True)))
 
@@ -75,7 +75,9 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
     if not all(isinstance(sharding, NamedSharding) for _, _, sharding in kinds):
 
         def digest_unsharded(*arrays: jax.Array) -> list[jax.Array]:
-            return [jax.vmap(sums)(x) if layers else sums(x) for x, (_, layers, _) in zip(arrays, kinds, strict=True)]
+            return [
+                jax.vmap(digest_sums)(x) if layers else digest_sums(x) for x, (_, layers, _) in zip(arrays, kinds, strict=True)
+            ]
 
         return jax.jit(digest_unsharded)
     mesh: Mesh = kinds[0][2].mesh
@@ -89,10 +91,10 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
                 jax.lax.axis_index(dim_axes) * n if dim_axes else 0 for dim_axes, n in zip(array_axes, x.shape, strict=True)
             ]
             if layers:
-                layer_digests = jax.vmap(lambda y, begin=begin, shape=shape: sums(y, begin[1:], shape[1:]))(x)
+                layer_digests = jax.vmap(lambda y, begin=begin, shape=shape: digest_sums(y, begin[1:], shape[1:]))(x)
                 digest = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), layer_digests, (begin[0], 0))
             else:
-                digest = sums(x, begin, shape)[None]
+                digest = digest_sums(x, begin, shape)[None]
             # One of the devices that hold replicas of a shard adds its sums, the others add zeros.
             sharding_axes = {axis for dim_axes in array_axes for axis in dim_axes}
             is_first = jnp.asarray(True)
@@ -117,7 +119,7 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
 def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Return the digests of arrays by name, uint32 (3,).
 
-    Each call of `digest_layers` has at most AT_ONCE arrays, and begins after the previous call is done. Calls with the same
+    Each call of `digest_layers` has at most MAX_ARRAYS arrays, and begins after the previous call is done. Calls with the same
     number of arrays of one shape, dtype and sharding share a compiled program.
     """
     kinds: dict[Any, list[str]] = {}
@@ -125,7 +127,7 @@ def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
         kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(name)
     out: dict[str, np.ndarray] = {}
     for names in kinds.values():
-        for batch in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+        for batch in (names[i : i + MAX_ARRAYS] for i in range(0, len(names), MAX_ARRAYS)):
             on_device = [_on_device(arrays[name]) for name in batch]
             digests = [np.asarray(x) for x in digest_layers(on_device, [False] * len(on_device))]
             out.update(zip(batch, digests, strict=True))
@@ -140,7 +142,7 @@ def _on_device(x: jax.Array) -> jax.Array:
     return x
 
 
-def text(digest: Any) -> str:
+def to_hex(digest: Any) -> str:
     """Return a digest as files store it: the two sums that identify the bits, as 16 hexadecimal digits."""
     first, second, _ = np.asarray(digest).tolist()
     return f"{first:08x}{second:08x}"
@@ -161,7 +163,7 @@ def list_not_finite(digests: Mapping[str, Any], prefix: str = "params.") -> str:
     return shown + (f" and {len(counts) - 3} more" if len(counts) > 3 else "")
 
 
-def combine(texts: Iterable[tuple[str, str]]) -> str:
+def combine_digests(texts: Iterable[tuple[str, str]]) -> str:
     """Return one digest for many tensors, from (name, digest) pairs in any order."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(texts))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]

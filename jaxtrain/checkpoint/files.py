@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from etils import epath
 
 NAME = DIGESTS
-Found = dict[str, tuple[int, str]]  # path within the step -> bytes, CRC-32 in hexadecimal
+FileDigests = dict[str, tuple[int, str]]  # path within the step -> bytes, CRC-32 in hexadecimal
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class FileVerdict:
     """The result of a check. problems: a line for each wrong file. proved: whether the step has integrity.json."""
 
     proved: bool
@@ -29,7 +29,7 @@ class Verdict:
     bytes: int  # read
 
 
-def listed(folder: "epath.Path") -> list[str]:
+def list_step_files(folder: "epath.Path") -> list[str]:
     """Return every file of a step except integrity.json, as sorted paths relative to the step's folder."""
     return sorted(name for name in Storage(folder).files(folder) if name != NAME)
 
@@ -44,23 +44,23 @@ def crc32(path: "epath.Path", progress: Callable[[int], None] = lambda _: None) 
     return size, f"{crc:08x}"
 
 
-def measure(folder: "epath.Path", names: Sequence[str]) -> Found:
+def digest_files(folder: "epath.Path", names: Sequence[str]) -> FileDigests:
     """Return name -> (bytes, CRC-32) of the files `names` of a step. Raises OSError if a file cannot be read."""
     return dict(zip(names, in_threads(lambda name: crc32(folder / name), names), strict=True))
 
 
-def encode(digests: Mapping[str, Sequence[Any]]) -> str:
+def encode_digests(digests: Mapping[str, Sequence[Any]]) -> str:
     """Return the text of integrity.json. digests: path of a file within the step -> (bytes, CRC-32)."""
-    return sealed({"format": 1, "files": {name: list(digests[name]) for name in sorted(digests)}})
+    return to_sealed_json({"format": 1, "files": {name: list(digests[name]) for name in sorted(digests)}})
 
 
-def sealed(record: Mapping[str, Any]) -> str:
+def to_sealed_json(record: Mapping[str, Any]) -> str:
     """Return a record as JSON, with the field `seal` added: the SHA-256 of all other fields."""
     return json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """Return the record of a text that `sealed` made. Raises ValueError if the text has no seal or was changed later."""
+    """Return the record of a text that `to_sealed_json` made. Raises ValueError without a seal, or if it was changed later."""
     record = json.loads(text)
     if not isinstance(record, dict) or "seal" not in record:
         raise ValueError("no JSON object with a seal")
@@ -74,7 +74,7 @@ def _seal(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None) -> Verdict:
+def check_files(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None) -> FileVerdict:
     """Compare the files of a step with its integrity.json. Files that are not in integrity.json are ignored.
 
     Raises OSError only if the folder cannot be listed or the bucket cannot be reached.
@@ -82,12 +82,12 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
     try:
         recorded: Mapping[str, Any] = unseal(Storage(folder).read(folder / NAME))["files"]
     except FileNotFoundError:
-        return Verdict(False, (), 0)
+        return FileVerdict(False, (), 0)
     except Unreachable:
         raise
     except (OSError, ValueError, KeyError) as error:
-        return Verdict(True, (f"{NAME}: cannot be read ({error})",), 0)
-    existing = set(listed(folder))
+        return FileVerdict(True, (f"{NAME}: cannot be read ({error})",), 0)
+    existing = set(list_step_files(folder))
 
     def check_file(name: str) -> tuple[str, int]:
         size, crc = recorded[name]
@@ -105,4 +105,4 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
 
     results = in_threads(check_file, sorted(recorded))
     problems = tuple(text for text, _ in results if text)
-    return Verdict(True, problems, sum(size for _, size in results))
+    return FileVerdict(True, problems, sum(size for _, size in results))

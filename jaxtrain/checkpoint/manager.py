@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.checkpoint import files
-from jaxtrain.checkpoint.arrays import PEERS_S, context, describe_error, differences, first_cause, orbax
+from jaxtrain.checkpoint.arrays import PEERS_S, describe_error, differences, first_cause, import_orbax, orbax_context
 from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Damaged, NotFinite, Storage, Unreachable
 from jaxtrain.runtime.distributed import Peers
 
@@ -196,18 +196,18 @@ class Checkpoints:
         except OSError as e:  # of the disk or the network, and possibly temporary
             raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self.remedy(step)}") from e
 
-    def stored(self, step: int) -> "dict[str, jax.ShapeDtypeStruct]":
+    def tensor_specs(self, step: int) -> "dict[str, jax.ShapeDtypeStruct]":
         """Return name -> shape and dtype of every tensor of a step, without reading the tensors."""
-        return stored_in(self.meta(step))
+        return tensor_specs(self.meta(step))
 
-    def verify(self, step: int, progress: Callable[[int], None] = lambda _: None) -> files.Verdict:
+    def verify(self, step: int, progress: Callable[[int], None] = lambda _: None) -> files.FileVerdict:
         """Check meta.json of a complete step, and compare every file with its digest. progress: called with bytes read."""
         try:
             self.meta(step)
             problems = []
         except CheckpointError as error:
             problems = [str(error)]
-        verdict = files.check(self.directory / str(step), progress)
+        verdict = files.check_files(self.directory / str(step), progress)
         return dataclasses.replace(verdict, problems=(*problems, *verdict.problems))
 
     def listing(self) -> str:
@@ -258,7 +258,7 @@ class Checkpoints:
 
         self.storage.note_device()
         meta = self.meta(step) if meta is None else meta
-        recorded, stored = meta["tensors"], stored_in(meta)
+        recorded, stored = meta["tensors"], tensor_specs(meta)
         problems = differences(stored, abstract, subset=subset, cast=cast)
         folder = self.directory / str(step)
         if problems:
@@ -273,7 +273,7 @@ class Checkpoints:
         tensors: dict[str, jax.Array] = {}
         self._on_all_processes("read", lambda: tensors.update(self._load(step, as_stored, subset)))
         tensor_digests = digests.digest_arrays(tensors)
-        mismatched = [name for name, digest in tensor_digests.items() if digests.text(digest) != recorded[name][2]]
+        mismatched = [name for name, digest in tensor_digests.items() if digests.to_hex(digest) != recorded[name][2]]
         if mismatched:
             shown = ", ".join(mismatched[:3]) + (f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else "")
             raise Damaged(
@@ -289,14 +289,14 @@ class Checkpoints:
 
         folder = self.directory / str(step)
         try:
-            with context(folder, partial=partial, processes=self._peers.count):
-                return orbax().load(folder / ARRAYS, as_stored)
+            with orbax_context(folder, partial=partial, processes=self._peers.count):
+                return import_orbax().load(folder / ARRAYS, as_stored)
         except Exception as e:  # a page of wrappers around one message
             cause = first_cause(e)
             if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
                 raise cause from None  # device memory is exhausted, and the files are intact
             text = f"{folder / ARRAYS} cannot be read: {describe_error(e)}."
-        verdict = files.check(folder)
+        verdict = files.check_files(folder)
         if verdict.proved and not verdict.problems:
             raise CheckpointError(f"{text} Its files are intact.")
         file_problems = "; ".join(verdict.problems[:3])
@@ -320,7 +320,7 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Import Orbax in another thread, before the first save."""
-        threading.Thread(target=orbax, name="orbax").start()
+        threading.Thread(target=import_orbax, name="orbax").start()
 
     def save(
         self,
@@ -340,7 +340,7 @@ class Checkpoints:
         Args:
           tensors: copies that the save owns from here on. Their originals may be donated to the next step.
           meta: the caller's fields of meta.json, as JSON values.
-          sums: returns the digests of the state by name (digests.sums). None: they are computed from `tensors`.
+          sums: returns the digests of the state by name (digests.digest_sums). None: they are computed from `tensors`.
           on_end: called in another thread when the save has succeeded or failed.
           began: time.perf_counter() when the loop began to wait for this save; None: now.
           copying: time.perf_counter() when the copies of the tensors began; None: `began`.
@@ -420,8 +420,8 @@ class Checkpoints:
         """Write meta.json durably, and let Orbax begin to write the arrays. Return Orbax's running save."""
         self._on_all_processes("begun", lambda: self._prepare(save, record, tensors, sums))
         folder = self.directory / str(save.step)
-        with context(folder, tensors.values(), processes=self._peers.count):
-            return orbax().save_async(folder / ARRAYS, tensors, overwrite=True)
+        with orbax_context(folder, tensors.values(), processes=self._peers.count):
+            return import_orbax().save_async(folder / ARRAYS, tensors, overwrite=True)
 
     def _prepare(self, save: Save, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> None:
         """Wait until `tensors` are computed, and write meta.json durably. Raises NotFinite for infinite or NaN parameters."""
@@ -442,9 +442,9 @@ class Checkpoints:
         self.storage.check(save.bytes, self._keep)
         folder = self.storage.make(save.step)
         record["tensors"] = {
-            k: [list(tensors[k].shape), tensors[k].dtype.name, digests.text(x)] for k, x in tensor_digests.items()
+            k: [list(tensors[k].shape), tensors[k].dtype.name, digests.to_hex(x)] for k, x in tensor_digests.items()
         }
-        self.storage.write(folder / META, files.sealed(record))
+        self.storage.write(folder / META, files.to_sealed_json(record))
 
     def _end(self, save: Save, tensors: dict[str, Any], write_future: "concurrent.futures.Future[Any]") -> None:
         """Finish the save that `_begin` began, in the background."""
@@ -464,16 +464,16 @@ class Checkpoints:
             # Orbax's small JSON files may be in the page cache only. Without this sync, a power cut could lose them after older
             # steps were deleted.
             self.storage.sync(step)
-            return files.listed(folder)
+            return files.list_step_files(folder)
 
         names = self._on_all_processes("synced", sync_files if self._primary else list)[0]
         # Each process reads back its share: a write that did not reach the storage is found immediately.
         local_names = names[self._peers.process_index :: self._peers.count]
-        shares = self._on_all_processes("files", lambda: files.measure(folder, local_names))
+        shares = self._on_all_processes("files", lambda: files.digest_files(folder, local_names))
 
         def write_digests() -> None:
             file_digests = {name: value for share in shares for name, value in share.items()}
-            self.storage.write(folder / files.NAME, files.encode(file_digests))
+            self.storage.write(folder / files.NAME, files.encode_digests(file_digests))
 
         self._on_all_processes("integrity", write_digests if self._primary else lambda: None)
         if self._primary:
@@ -541,7 +541,7 @@ def _cast(x: "jax.Array", dtype: Any) -> "jax.Array":
     return x if x.dtype == dtype else jax.jit(lambda y: y.astype(dtype), out_shardings=x.sharding, donate_argnums=0)(x)
 
 
-def stored_in(meta: Mapping[str, Any]) -> "dict[str, jax.ShapeDtypeStruct]":
+def tensor_specs(meta: Mapping[str, Any]) -> "dict[str, jax.ShapeDtypeStruct]":
     """Return name -> shape and dtype of every tensor of a step. meta: the result of `Checkpoints.meta`."""
     import jax
     import jax.numpy as jnp

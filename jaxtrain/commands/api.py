@@ -69,7 +69,7 @@ def load(name: Config, **overrides: Any) -> RunConfig:
 
 
 def _load_config(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.LoadedConfig:
-    loaded = loading.load(_config_argv(name, overrides))
+    loaded = loading.load_config(_config_argv(name, overrides))
     if loaded.problems:
         raise ConfigError(launch.fill_commands(loaded.problems, loaded.launch))
     return loaded
@@ -229,12 +229,12 @@ def evaluate(
 
     source = open_origin(os.fspath(model))
     # Before the weights are read
-    loaded_tokenizer, _ = text_format.load(source.text(), tokenizer or source.run().data.tokenizer)
+    loaded_tokenizer, _ = text_format.load_with_tokenizer(source.text(), tokenizer or source.run().data.tokenizer)
     run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base, ema)
     scorer = Scorer(run, sampler, params)
     windows = []
     for text in texts:
-        if note := text_format.control_in(text, loaded_tokenizer, "a text"):
+        if note := text_format.note_control_tokens(text, loaded_tokenizer, "a text"):
             warnings.warn(note, stacklevel=2)
         ids = [*loaded_tokenizer.bos, *loaded_tokenizer.encode(text)]
         # The first token of a document without a start token is not predicted.
@@ -286,7 +286,7 @@ def generate(
     import jax
 
     from jaxtrain.data import text_format
-    from jaxtrain.data.rows import question
+    from jaxtrain.data.rows import parse_question
     from jaxtrain.hf.importing import open_origin
     from jaxtrain.train.generation import Chat, continue_text, load_model
 
@@ -296,19 +296,19 @@ def generate(
         raise ValueError("chat_template writes messages, and there are none. Fix: messages=[{'role': 'user', 'content': ...}].")
     conversation = None
     if messages is not None:
-        conversation, answer = question({"messages": messages if isinstance(messages, str) else list(messages)})
+        conversation, answer = parse_question({"messages": messages if isinstance(messages, str) else list(messages)})
         if answer:
             raise ValueError("messages end with an answer, and ask nothing. Fix: end with a message of the user.")
     source = open_origin(os.fspath(model))
     spec = tokenizer or source.run().data.tokenizer
     chat = None if conversation is None else Chat(source.text(), spec, chat_template)
     # A missing tokenizer is an error before the weights are read.
-    loaded_tokenizer, text = text_format.load(source.text(), spec)
+    loaded_tokenizer, text = text_format.load_with_tokenizer(source.text(), spec)
     loaded = load_model(os.fspath(model), jax.local_devices(), base, ema)
     ask = Sampling(prompt, max_tokens, temperature, top_p, seed)
     if conversation is not None and chat is not None:
         return chat.answer(loaded, conversation, ask)
-    if note := text_format.control_in(prompt, loaded_tokenizer):
+    if note := text_format.note_control_tokens(prompt, loaded_tokenizer):
         warnings.warn(note, stacklevel=2)
     return continue_text(loaded.sampler, loaded.params, loaded_tokenizer, ask, stops=text.stops)
 
@@ -385,7 +385,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     argv = _config_argv(config, overrides)
     runs, _, layout_problems = parity_layouts.load_layouts([] if problems else layouts, argv)
     if problems := problems + layout_problems:
-        raise ConfigError(launch.fill_commands(problems, loading.load(argv).launch))
+        raise ConfigError(launch.fill_commands(problems, loading.load_config(argv).launch))
     override_args = tuple(f"{key}={value}" for key, value in flatten(overrides))
     return compare_layouts(runs, steps, rich.console.Console(quiet=True), os.fspath(config), override_args)
 

@@ -14,10 +14,10 @@ from jaxtrain.node.train_step import DATA, TRACED_STEPS
 from jaxtrain.report import bench
 from jaxtrain.step.validate_places import check_writable
 
-STEPS = ("", "sweep")  # modes that time train steps
+STEP_MODES = ("", "sweep")  # modes that time train steps
 
 
-def names_of(choices: Sequence[str]) -> Callable[[str], str]:
+def name_list(choices: Sequence[str]) -> Callable[[str], str]:
     """Return a type of options: comma-separated lists of known names."""
 
     def parse_names(text: str) -> str:
@@ -46,18 +46,20 @@ def parser() -> Parser:
         "be measured, or a check of the suite failed; 2 the command or config is wrong, nothing was started; 130 Ctrl-C, "
         "finished results are kept.",
     )
-    cli.option("steps", "timed steps; default 20", "N", 20, type=at_least(1), modes=STEPS)
-    cli.option("warmup", "steps before them; default 5", "N", 5, type=at_least(1), modes=STEPS)
-    cli.option("data", "synthetic tokens (default), or those of the config", "KIND", "synthetic", choices=(*DATA,), modes=STEPS)
+    cli.option("steps", "timed steps; default 20", "N", 20, type=at_least(1), modes=STEP_MODES)
+    cli.option("warmup", "steps before them; default 5", "N", 5, type=at_least(1), modes=STEP_MODES)
+    cli.option(
+        "data", "synthetic tokens (default), or those of the config", "KIND", "synthetic", choices=(*DATA,), modes=STEP_MODES
+    )
     devices = "the first N devices; on a CPU, N of them. Default: all"
-    cli.option("devices", devices, "N", 0, type=at_least(1), example="2", modes=STEPS)
+    cli.option("devices", devices, "N", 0, type=at_least(1), example="2", modes=STEP_MODES)
     limit = "seconds of a case, with compilation; no step begins after that. 0: no limit"
-    cli.option("limit", limit, "S", 0, type=at_least(0), modes=STEPS)
+    cli.option("limit", limit, "S", 0, type=at_least(0), modes=STEP_MODES)
     cli.option(
         "trace",
         f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE. All steps run without CUDA graphs, "
         "whose kernels a trace does not name",
-        modes=STEPS,
+        modes=STEP_MODES,
     )
     cli.option(
         "sweep",
@@ -66,11 +68,11 @@ def parser() -> Parser:
         "'KEY=V,V;...'",
     )
     bounds = f"instead: kernels and the lower bound of their time, by FLOPs and bytes at the data sheet's rates: {kinds}"
-    cli.option("kernels", bounds, "LIST", const=kinds, type=names_of(kernels.KINDS), example="gemm")
+    cli.option("kernels", bounds, "LIST", const=kinds, type=name_list(kernels.KINDS), example="gemm")
     node = "instead: check and measure this node, in at most 30 minutes, into one folder to send in"
     cli.option("suite", node, "node", choices=("node",))
     listed = f"parts of the suite: {','.join(parts)}"
-    cli.option("parts", listed, "LIST", modes=("suite",), type=names_of(parts), example="preflight")
+    cli.option("parts", listed, "LIST", modes=("suite",), type=name_list(parts), example="preflight")
     cli.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
     cli.option("json", "all results, for programs", "FILE", type=output_file)
     cli.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=path_text)
@@ -79,7 +81,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    return run_command(parser(), argv, run, check=find_problems)
+    return run_command(parser(), argv, run_bench, check=find_problems)
 
 
 def find_problems(args: Args) -> list[Problem]:
@@ -94,7 +96,7 @@ def find_problems(args: Args) -> list[Problem]:
     return problems + (check_writable("--out", Path(args.out).expanduser()) if args.out else [])
 
 
-def run(args: Args) -> int:
+def run_bench(args: Args) -> int:
     """Run a checked command line and return its exit code.
 
     Raises ConfigError if the GPUs cannot be used, or if the config or every combination of --sweep has problems.
@@ -113,7 +115,7 @@ def run(args: Args) -> int:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     launched = args.loaded.launch
     cases, _ = train_step.make_cases([*launched.config_argv, *DATA[args.data]], launched.name, args.sweep)
-    problems = {name: train_step.find_problems(loading.load(argv), args.devices) for name, argv in cases.items()}
+    problems = {name: train_step.find_problems(loading.load_config(argv), args.devices) for name, argv in cases.items()}
     fatal = (
         [p for case_problems in problems.values() for p in case_problems]
         if all(problems.values())

@@ -33,12 +33,12 @@ def parser() -> Parser:
     average.argument("checkpoints", "two or more runs, or checkpoints of runs, of one model", "CKPT", several=True)
     average.option("out", "the folder to write, as a run's folder", "DIR", type=path_text, required=True)
     text = "a number for each, in their order: their ratios count, and one may be negative. Default: all are equal"
-    average.option("weights", text, "W,W", (), type=numbers, example="1,3")
+    average.option("weights", text, "W,W", (), type=parse_numbers, example="1,3")
     average.option("ema", "average the averages of the weights (train.ema_decay), not the weights of the last steps")
     return cli
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def parse_numbers(text: str) -> tuple[float, ...]:
     """Return the numbers of a text such as 1,2.5,-1."""
     try:
         values = tuple(float(word) for word in text.split(","))

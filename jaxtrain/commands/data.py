@@ -8,11 +8,11 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import FAILED, Args, Parser, at_least, path
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.chat_template import LOSSES, NAMED
+from jaxtrain.data.chat_template import BUILTIN_TEMPLATES, LOSSES
 from jaxtrain.data.documents import FORMATS, PrepareError
-from jaxtrain.data.prepare import SHARD_MB, PrepareFailed, prepare, validation_path
+from jaxtrain.data.prepare import SHARD_MB, PrepareFailed, prepare_corpus, validation_path
 from jaxtrain.data.seen import NGRAM, SeenError
-from jaxtrain.data.show import counted_tokens, describe, show
+from jaxtrain.data.show import describe, describe_loss_tokens, show_file
 
 EXAMPLES = (
     "prepare --input='books/*.txt' --output=books.tok --validation=0.01",
@@ -59,7 +59,7 @@ def parser() -> Parser:
     cli.option("preference", "rows are pairs for loss.name=dpo: prompt, chosen, rejected; with --chat lists of messages")
     cli.option(
         "chat-template",
-        f"writes conversations: {', '.join(NAMED)}, or a Jinja template (default: the tokenizer's own)",
+        f"writes conversations: {', '.join(BUILTIN_TEMPLATES)}, or a Jinja template (default: the tokenizer's own)",
         "NAME|FILE",
     )
     cli.option(
@@ -128,16 +128,16 @@ def run_prepare(args: Args) -> int:
         if key in options and ("chat" in options or "preference" in options):
             kind, option = ("--chat" if "chat" in options else "--preference"), f"--{key.replace('_', '-')}"
             raise PrepareError(f"{option} = {options[key]!r}: {kind} does not use it. Fix: leave {option} out")
-    headers = prepare(args.input, args.output, **{"processes": 0, **options})
+    headers = prepare_corpus(args.input, args.output, **{"processes": 0, **options})
     for file, header in zip((args.output, validation_path(args.output)), headers, strict=False):
         print(describe(file, header))
         if header["loss"]:
-            print(f"{file}: {counted_tokens(header)}")
+            print(f"{file}: {describe_loss_tokens(header)}")
     return 0
 
 
 def run_show(args: Args) -> int:
-    show(args.file, args.documents, args.seq_len, args.max_segments)
+    show_file(args.file, args.documents, args.seq_len, args.max_segments)
     return 0
 
 
@@ -147,7 +147,7 @@ def run_verify(args: Args) -> int:
             raise PrepareError(f"{file}: {'is a folder' if file.is_dir() else 'no such file'}")
     damaged = False
     for file in args.files:
-        fault = tokenfile.verify(file)
+        fault = tokenfile.verify_file(file)
         damaged |= bool(fault)
         print(fault or f"{describe(file, tokenfile.TokenFile.open(file).header)}: intact")
     return int(damaged)

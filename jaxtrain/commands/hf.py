@@ -25,14 +25,14 @@ from jaxtrain.runtime.startup import start_jax
 say = functools.partial(print, flush=True)
 
 
-def size(text: str) -> str:
+def parse_size(text: str) -> str:
     """Return the text of a size such as 5GB, after a check that huggingface_hub can parse it."""
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", text):
         raise Invalid("must be a number with KB, MB, GB or TB")
     return text
 
 
-def setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
     """Return (key, value) of a setting of config.json such as rope_theta=10000.0. A value that is not JSON is text."""
     key, equals, value = text.partition("=")
     if not equals:
@@ -69,7 +69,12 @@ def parser() -> Parser:
     text = "auto: the smaller type that stores all tensors without rounding; fp8, nf4, mxfp4: matrices as lora.base stores them"
     cli.option("dtype", text, "DTYPE", "auto", choices=(*dtypes, *LOW_BITS))
     cli.option(
-        "set", "a key of config.json to add or replace", "KEY=VALUE", type=setting, repeat=True, example="rope_theta=10000.0"
+        "set",
+        "a key of config.json to add or replace",
+        "KEY=VALUE",
+        type=parse_setting,
+        repeat=True,
+        example="rope_theta=10000.0",
     )
 
     cli = top.command("config", "lines for a config file: the model of a Hugging Face folder")
@@ -79,7 +84,7 @@ def parser() -> Parser:
     cli.argument("checkpoint", run, "CKPT")
     cli.option("out", "the folder to write", "DIR", type=path, required=True)
     cli.option("dtype", "auto: the dtype of the stored matrices; bf16 rounds float32 weights", "DTYPE", "auto", choices=dtypes)
-    cli.option("shard-size", "largest size of a safetensors file (default 5GB)", "SIZE", "5GB", type=size)
+    cli.option("shard-size", "largest size of a safetensors file (default 5GB)", "SIZE", "5GB", type=parse_size)
     cli.option("raw", "jaxtrain's own names and settings, for a model of any family")
     cli.option("tokenizer", "the tokenizer's folder, if it was moved", "DIR")
     cli.option("base", base, "DIR")

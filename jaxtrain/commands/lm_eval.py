@@ -66,7 +66,7 @@ def harness_model() -> type:
             run, sampler, params, self.step, text = generation.load_model(workdir, jax.local_devices(), base, ema)
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
-            ids, text = text_format.load(text, tokenizer or run.data.tokenizer)
+            ids, text = text_format.load_with_tokenizer(text, tokenizer or run.data.tokenizer)
             self.ids: Any = ids
             self._vocab, self._stops = run.model.vocab_size, text.stops
             if not text.stops:
@@ -117,7 +117,7 @@ def harness_model() -> type:
             return totals
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            asks = [how_to_write(r.args[1], min(MAX_TOKENS, self.max_length // 2)) for r in requests]
+            asks = [parse_generation(r.args[1], min(MAX_TOKENS, self.max_length // 2)) for r in requests]
             prompts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
 
             def is_done(i: int, ids: list[int]) -> bool:
@@ -125,7 +125,7 @@ def harness_model() -> type:
 
             outputs = self.scorer.greedy(prompts, [most for _, most in asks], is_done)
             texts = [
-                before(self.ids.decode([t for t in ids if t not in self._stops]), settings[0])
+                cut_at_stops(self.ids.decode([t for t in ids if t not in self._stops]), settings[0])
                 for ids, settings in zip(outputs, asks, strict=True)
             ]
             for request, text in zip(requests, texts, strict=True):
@@ -136,7 +136,7 @@ def harness_model() -> type:
     return HarnessModel
 
 
-def how_to_write(settings: dict[str, Any], default_length: int) -> tuple[list[str], int]:
+def parse_generation(settings: dict[str, Any], default_length: int) -> tuple[list[str], int]:
     """Return (strings to stop at, largest number of tokens) from a task's generation arguments.
 
     default_length: the largest number if the task names none. Raises TaskError for sampling and for unknown arguments.
@@ -155,7 +155,7 @@ def how_to_write(settings: dict[str, Any], default_length: int) -> tuple[list[st
     return [stop for stop in stops if stop], int(next((n for n in lengths if n is not None), default_length))
 
 
-def before(text: str, stops: Sequence[str]) -> str:
+def cut_at_stops(text: str, stops: Sequence[str]) -> str:
     """Return the text before the earliest occurrence of any of these strings."""
     for stop in stops:
         text = text.partition(stop)[0]
@@ -183,11 +183,11 @@ def parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code; 2 if the command line is wrong."""
     return run_command(
-        parser(), argv, evaluate, check=check, errors=(CheckpointError, HuggingFaceError, TokenizerError, TaskError)
+        parser(), argv, evaluate, check=find_problems, errors=(CheckpointError, HuggingFaceError, TokenizerError, TaskError)
     )
 
 
-def check(args: Args) -> list[Problem]:
+def find_problems(args: Args) -> list[Problem]:
     """Return the problems of the harness's options, and of its package."""
     problems = []
     if importlib.util.find_spec("lm_eval") is None:

@@ -66,23 +66,23 @@ def main(argv: Sequence[str]) -> int:
     left_out: list[str] = []
 
     def find_all_problems(args: Args) -> list[Problem]:
-        layouts, mesh_problems = parity_layouts.parse_layouts(meshes_of(args))
+        layouts, mesh_problems = parity_layouts.parse_layouts(mesh_names(args))
         extra_args, argv = DTYPES.get(args.dtype, ()), args.loaded.launch.config_argv
         runs[:], left_out[:], problems = parity_layouts.load_layouts(layouts, argv, extra_args, leave_out=not args.meshes)
         config_problems = {str(p) for p in args.problems}  # problems of the config, which each layout has too
         return [*find_problems(args), *mesh_problems, *(p for p in problems if str(p) not in config_problems)]
 
-    return run_command(parser(), argv, lambda args: run(args, runs, left_out), check=find_all_problems)
+    return run_command(parser(), argv, lambda args: run_parity(args, runs, left_out), check=find_all_problems)
 
 
-def meshes_of(args: Args) -> str:
+def mesh_names(args: Args) -> str:
     """Return the layouts to compare: --meshes if given, else the defaults."""
     return args.meshes or parity_layouts.default_layouts(args.loaded.run.train, args.loaded.run.model)
 
 
 def find_problems(args: Args) -> list[Problem]:
     """Return the problem of --meshes with only one layout, and of every --config.mesh.*, since --meshes sets the mesh."""
-    layouts, mesh_problems = parity_layouts.parse_layouts(meshes_of(args))
+    layouts, mesh_problems = parity_layouts.parse_layouts(mesh_names(args))
     if "meshes" in args.explicit and not mesh_problems and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
         return [Problem("--meshes", args.meshes, rule, "For example --meshes=one,fsdp2.")]
@@ -90,7 +90,7 @@ def find_problems(args: Args) -> list[Problem]:
     return [Problem(f"--config.{key}", None, "--meshes sets the mesh", "Leave it out.") for key in keys]
 
 
-def run(args: Args, runs: Runs, left_out: Sequence[str]) -> int:
+def run_parity(args: Args, runs: Runs, left_out: Sequence[str]) -> int:
     """Train on every layout, and print the comparison with the first. Return 0 if all agree, else 1."""
     start_devices(runs)
     from jaxtrain.train import parity_report

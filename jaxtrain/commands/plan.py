@@ -42,8 +42,8 @@ def _token_count(text: str) -> int:
         raise Invalid("must be a whole number of tokens, as 300B, 1.5T, 1e12 or 2_000_000") from error
 
 
-ONE = ("",)  # the plan of one layout
-OF_TOKENS = ("price-per-gpu-hour", "failures-per-1000-gpu-days", "storage-gb-s")  # options that only --tokens uses
+PLAN_MODE = ("",)  # the plan of one layout
+TOKEN_OPTIONS = ("price-per-gpu-hour", "failures-per-1000-gpu-days", "storage-gb-s")  # options that only --tokens uses
 
 
 def parser() -> Parser:
@@ -80,10 +80,15 @@ def parser() -> Parser:
         "N",
         type=_token_count,
         example="15T",
-        modes=ONE,
+        modes=PLAN_MODE,
     )
     cli.option(
-        "price-per-gpu-hour", "in any currency: the money of --tokens", "X", type=_positive_number, example="2.5", modes=ONE
+        "price-per-gpu-hour",
+        "in any currency: the money of --tokens",
+        "X",
+        type=_positive_number,
+        example="2.5",
+        modes=PLAN_MODE,
     )
     cli.option(
         "failures-per-1000-gpu-days",
@@ -91,7 +96,7 @@ def parser() -> Parser:
         "X",
         type=_positive_number,
         example="0.47",
-        modes=ONE,
+        modes=PLAN_MODE,
     )
     cli.option(
         "storage-gb-s",
@@ -100,11 +105,11 @@ def parser() -> Parser:
         "X",
         type=_positive_number,
         example="8",
-        modes=ONE,
+        modes=PLAN_MODE,
     )
     cli.option("json", "all results of the plan, as JSON", "FILE", type=output_file, modes=("", "search"))
-    cli.option("html", "the plan as one page", "FILE", type=output_file, modes=ONE)
-    cli.option("hlo", "the scheduled program behind all figures", "FILE", type=output_file, modes=ONE)
+    cli.option("html", "the plan as one page", "FILE", type=output_file, modes=PLAN_MODE)
+    cli.option("hlo", "the scheduled program behind all figures", "FILE", type=output_file, modes=PLAN_MODE)
     cli.option(
         "cudnn",
         "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
@@ -113,7 +118,7 @@ def parser() -> Parser:
         "auto",
         choices=("auto", "formula", "library"),
         example="formula",
-        modes=ONE,
+        modes=PLAN_MODE,
     )
     cli.option(
         "experts-load",
@@ -122,7 +127,7 @@ def parser() -> Parser:
         1.0,
         type=_load_factor,
         example="1.5",
-        modes=ONE,
+        modes=PLAN_MODE,
     )
     cli.option(
         "shardings",
@@ -183,7 +188,7 @@ def _find_diff_problems(args: Args) -> list[Problem]:
     for name in ("A", "B"):
         text = getattr(args, name.lower())
         if re.search(r"\.py(:|$)", text):
-            loaded = args.configs[name] = loading.load([f"--config={text}"])
+            loaded = args.configs[name] = loading.load_config([f"--config={text}"])
             problems += [dataclasses.replace(p, key=name if p.key == "--config" else p.key) for p in loaded.problems]
     if args.configs and "topology" not in args.explicit:
         rule = f"is missing, and {' and '.join(args.configs)} must be compiled for a machine"
@@ -205,7 +210,7 @@ def _find_problems(args: Args) -> list[Problem]:
             problems.append(Problem(unused_args[0], None, "--calibrate does not use it", "Leave it out."))
         return [*problems, *([host.problem] if host.problem else [])]
     if not args.mode and "tokens" not in args.explicit:
-        unused = [f"--{name}" for name in OF_TOKENS if name in args.explicit]
+        unused = [f"--{name}" for name in TOKEN_OPTIONS if name in args.explicit]
         problems += [Problem(key, None, "only --tokens uses it", "Add --tokens=1e12, or leave it out.") for key in unused]
     if args.cache and "cache" in args.explicit:
         problems += check_writable("--cache", Path(args.cache).expanduser())

@@ -79,15 +79,17 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
 
     def act(args: Args) -> int:
         options = process_options(args)
-        return preflight.run_preflight(args, options, distributed.detect(options, os.environ)[0], allowed(args)[1], own_process)
+        return preflight.run_preflight(
+            args, options, distributed.detect(options, os.environ)[0], allowed_checks(args)[1], own_process
+        )
 
-    return run_command(parser(), argv, act, check=check_options)
+    return run_command(parser(), argv, act, check=find_problems)
 
 
-def check_options(args: Args) -> list[Problem]:
+def find_problems(args: Args) -> list[Problem]:
     """Return problems that command_line does not check: process options, names of checks, and the folder of --record."""
     _, problems = distributed.detect(process_options(args), os.environ)
-    problems += unknown_checks(*allowed(args))
+    problems += unknown_checks(*allowed_checks(args))
     for name, default in (("limit", 60), ("meet", 300)):
         if (seconds := getattr(args, name)) > DAY_S:
             problems.append(Problem(f"--{name}", seconds, "is more than a day", f"Leave it out: it is then {default}."))
@@ -102,7 +104,7 @@ def check_options(args: Args) -> list[Problem]:
     return problems
 
 
-def allowed(args: Args) -> tuple[str, list[str]]:
+def allowed_checks(args: Args) -> tuple[str, list[str]]:
     """Return (option or variable that lists checks whose faults become notes, names of these checks)."""
     allow = args.allow
     names = (allow or os.environ.get(ALLOW, "")).split(",")

@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     from jaxtrain.report.run import RunError
 
-    return run_command(parser(), argv, write, errors=(RunError, MetricsError, ReceiptError))
+    return run_command(parser(), argv, write_report, errors=(RunError, MetricsError, ReceiptError))
 
 
-def write(args: Args) -> int:
+def write_report(args: Args) -> int:
     """Write the page, print its path, and return the exit code."""
     from jaxtrain.report.run import PAGE, read_runs
     from jaxtrain.report.run_page import run_html

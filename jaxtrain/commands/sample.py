@@ -12,9 +12,9 @@ from jaxtrain.config import hardware, schema, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, at_least
 from jaxtrain.config.declaration import Key
 from jaxtrain.config.schema import Problem, all_keys
-from jaxtrain.data.chat_template import NAMED, Conversation
+from jaxtrain.data.chat_template import BUILTIN_TEMPLATES, Conversation
 from jaxtrain.data.documents import PrepareError, read_questions
-from jaxtrain.data.rows import question
+from jaxtrain.data.rows import parse_question
 from jaxtrain.metrics.samples import Sampling, split_prompts
 from jaxtrain.runtime.startup import start_jax
 
@@ -34,7 +34,7 @@ def _in_range(key: Key) -> Callable[[str], float]:
     return parse_number
 
 
-OWN = "default: as in the run's config"
+RUN_DEFAULT = "default: as in the run's config"
 
 
 def parser() -> Parser:
@@ -51,19 +51,23 @@ def parser() -> Parser:
         notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
     )
     cli.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
-    cli.option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT")
+    cli.option("prompt", f"the text to continue; several are separated by || ({RUN_DEFAULT})", "TEXT")
     cli.option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end")
     cli.option("system", "with --chat: the system message", "TEXT", modes=("chat",))
     cli.option("input", "with --chat: answer the conversations of a file, beside its own last answers", "FILE", modes=("chat",))
     cli.option(
         "chat-template",
-        f"with --chat: {', '.join(NAMED)}, or a Jinja template (default: the model's own)",
+        f"with --chat: {', '.join(BUILTIN_TEMPLATES)}, or a Jinja template (default: the model's own)",
         "NAME|FILE",
         modes=("chat",),
     )
-    cli.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=at_least(1))
+    cli.option("max-tokens", f"tokens to generate at most ({RUN_DEFAULT})", "N", type=at_least(1))
     cli.option(
-        "temperature", f"0: the most likely token ({OWN})", "T", type=_in_range(all_keys()["sample.temperature"]), example="0.8"
+        "temperature",
+        f"0: the most likely token ({RUN_DEFAULT})",
+        "T",
+        type=_in_range(all_keys()["sample.temperature"]),
+        example="0.8",
     )
     mass = Key("", above=0, at_most=1)
     cli.option("top-p", f"probability mass to draw from (default: {Sampling.top_p})", "P", type=_in_range(mass), example="0.9")
@@ -74,7 +78,7 @@ def parser() -> Parser:
     return cli
 
 
-OF_ASK = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are attributes of Ask
+ASK_OPTIONS = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are attributes of Ask
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,8 +96,8 @@ def _find_problems(args: Args) -> list[Problem]:
 
 
 def _act(args: Args) -> int:
-    options = {name: getattr(args, name) for name in OF_ASK if name.replace("_", "-") in args.explicit}
-    questions = read_all(args) if args.chat else []  # a wrong file is an error before the model is read
+    options = {name: getattr(args, name) for name in ASK_OPTIONS if name.replace("_", "-") in args.explicit}
+    questions = read_conversations(args) if args.chat else []  # a wrong file is an error before the model is read
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
     import jax
@@ -105,7 +109,9 @@ def _act(args: Args) -> int:
     source = open_origin(args.workdir)
     spec = args.tokenizer or source.run().data.tokenizer
     chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
-    tokenizer_and_format = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
+    tokenizer_and_format = text_format.load_with_tokenizer(
+        source.text(), spec
+    )  # a missing tokenizer is an error before the weights are read
     model = load_model(args.workdir, jax.local_devices(), args.base, args.ema)
     defaults = model.run.sample  # a run that writes no samples has max_tokens = 0
     ask = Sampling(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
@@ -117,7 +123,7 @@ def _act(args: Args) -> int:
 
     def answer(conversation: Conversation) -> str:
         for message in conversation.messages:
-            note = text_format.control_in(message["content"], chat.tokenizer, text_format.MESSAGE)
+            note = text_format.note_control_tokens(message["content"], chat.tokenizer, text_format.MESSAGE)
             if note and note not in printed:
                 printed.add(note)
                 print(f"note: {note}", file=sys.stderr)
@@ -126,7 +132,7 @@ def _act(args: Args) -> int:
     if questions:
         answer_all(answer, questions)
     else:
-        talk(answer, args.system)
+        run_chat(answer, args.system)
     return 0
 
 
@@ -135,18 +141,18 @@ def continue_prompts(model: "LoadedModel", tokenizer: Any, text: Any, ask: Sampl
     from jaxtrain.data import text_format
     from jaxtrain.train.generation import continue_all
 
-    for note in filter(None, (text_format.control_in(prompt, tokenizer) for prompt in split_prompts(ask.prompt))):
+    for note in filter(None, (text_format.note_control_tokens(prompt, tokenizer) for prompt in split_prompts(ask.prompt))):
         print(f"note: {note}", file=sys.stderr)
     print(*continue_all(model.sampler, model.params, tokenizer, ask, text.stops), sep="\n\n")
     return 0
 
 
-def read_all(args: Args) -> list[tuple[Conversation, str]]:
+def read_conversations(args: Args) -> list[tuple[Conversation, str]]:
     """Return (conversation to answer, reference answer or "") of the options; [] to read questions from standard input."""
     system = [{"role": "system", "content": args.system}] if args.system else []
     if not args.input:
         texts = split_prompts(args.prompt) if args.prompt else []
-        return [question({"messages": [*system, {"role": "user", "content": text}]}) for text in texts]
+        return [parse_question({"messages": [*system, {"role": "user", "content": text}]}) for text in texts]
     conversations = []
     for _, conversation, reference in read_questions(Path(args.input).expanduser()):
         messages = conversation.messages
@@ -170,14 +176,14 @@ def answer_all(answer_to: Callable[[Conversation], str], questions: Sequence[tup
         print(*(["", *shown] if number else shown), sep="\n", flush=True)
 
 
-def talk(answer_to: Callable[[Conversation], str], system: str) -> None:
+def run_chat(answer_to: Callable[[Conversation], str], system: str) -> None:
     """Answer the lines of standard input as one conversation, until it ends."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if sys.stdin.isatty():
         print("Each line is a message. Ctrl-D ends the conversation.", file=sys.stderr)
-    for line in lines():
+    for line in read_lines():
         messages.append({"role": "user", "content": line})
-        conversation, _ = question({"messages": messages})
+        conversation, _ = parse_question({"messages": messages})
         answer = answer_to(conversation)
         print(answer, flush=True)
         if answer.strip():
@@ -186,7 +192,7 @@ def talk(answer_to: Callable[[Conversation], str], system: str) -> None:
             messages.pop()
 
 
-def lines() -> Iterator[str]:
+def read_lines() -> Iterator[str]:
     """Yield the lines of standard input that are not empty; on a terminal each after a prompt."""
     while True:
         try:

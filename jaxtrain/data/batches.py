@@ -21,17 +21,17 @@ import numpy as np
 from jaxtrain.config import declaration, own_parts, schema
 from jaxtrain.config.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.data import stdlib, synthetic, text_format
-from jaxtrain.data.mixture import Mixture, identity
+from jaxtrain.data.mixture import Mixture, resolve_path
 from jaxtrain.data.opening import is_custom, open_mixture, open_rows
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.windows import PackedRows, PairRows, Windows, make_batch
 
-Rows = slice | np.ndarray | None
-FULL = 0.9  # rows of conversations with a smaller fraction of tokens that are not padding are reported
+RowSelection = slice | np.ndarray | None
+MIN_FILLED = 0.9  # rows of conversations with a smaller fraction of tokens that are not padding are reported
 
 
 # Attributes of a source from outside the package, by split
-NEEDED = {
+REQUIRED_ATTRIBUTES = {
     "train": ("batch", "epoch", "fingerprint", "synthetic", "masked_fraction"),
     "validation": ("batch", "bytes_per_token", "fingerprint"),
 }
@@ -51,7 +51,8 @@ class Batches:
       masked_fraction: fraction of the tokens that are masked because their row has more than `data.max_segments` documents.
       max_segments: the most documents in a row; a user's own source may lack this attribute.
       truncated: number of conversations cut to fit a row, tokens that were cut off, tokens of all conversations.
-      sparse: name of each file whose rows are less than FULL filled because of `max_segments` -> filled fraction of the rows.
+      sparse: name of each file whose rows are less than MIN_FILLED filled because of `max_segments` -> filled
+        fraction of the rows.
       fingerprint: a JSON dict for receipts: source, split, settings, and hashes of the files.
       pairs: whether rows are pairs.
       answers: whether every source has loss bits: conversations or pairs.
@@ -96,7 +97,7 @@ class Batches:
         packed = [s for s in sources if isinstance(s, PackedRows)]
         packed_tokens = sum(s.file.header["tokens"] for s in packed)
         self.truncated = sum(s.truncated for s in packed), sum(s.truncated_tokens for s in packed), packed_tokens
-        self.sparse = {s.name: s.filled for s in packed if s.capped and s.filled < FULL}
+        self.sparse = {s.name: s.filled for s in packed if s.capped and s.filled < MIN_FILLED}
         self.pairs = all(isinstance(s, PairRows) for s in sources)
         self.answers = bool(packed) and len(packed) == len(sources) and all(s.file.loss_bits is not None for s in packed)
         self.left_out = sum(s.left_out for s in sources if isinstance(s, PairRows))
@@ -105,7 +106,7 @@ class Batches:
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
         files = fingerprint.get("files") or [{"name": s.name, "content_sha256": ""} for s in sources]
         source_records = [
-            {"name": f["name"], "path": str(identity(s.name)), "content_sha256": f["content_sha256"]}
+            {"name": f["name"], "path": str(resolve_path(s.name)), "content_sha256": f["content_sha256"]}
             for s, f in zip(sources, files, strict=True)
         ]
         self._opened = list(sources)
@@ -182,7 +183,7 @@ class Batches:
         """Return the number of the window at each row index of a source. Each epoch has another permutation of all windows."""
         return window_numbers(self.seed, source, self.sources[source].windows, index_R)
 
-    def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
+    def batch(self, step: int, rows: RowSelection = None) -> dict[str, np.ndarray]:
         """Return the batch of optimizer step `step`: arrays (global_batch, seq_len), keys and types of shapes.BATCH_KEYS.
 
         A batch of pairs also has shapes.PAIR_KEYS.
@@ -250,7 +251,7 @@ class _RemovedSource:
         self.name = name
 
 
-class OwnSource:
+class UserSource:
     """A source from outside the package. Its batches are checked, and all other attributes are its own."""
 
     def __init__(self, key: str, value: str, source: Any, required: Sequence[str], rows: int, seq_len: int, vocab_size: int):
@@ -294,7 +295,7 @@ class OwnSource:
         return dict(arrays)
 
 
-def with_documents(run: schema.RunConfig, *sources: Any) -> schema.RunConfig:
+def resolve_max_segments(run: schema.RunConfig, *sources: Any) -> schema.RunConfig:
     """Return the run with `data.max_segments` = 0 replaced by the largest number of documents in a row of any source.
 
     sources: every source of the run, from `open_source`. A user's own source without `max_segments` counts as
@@ -354,7 +355,7 @@ def open_source(
         function = own_parts.load_part(key, source)
         with own_parts.calling(key, source, "name(data, split, global_batch, own)"):
             user_source = function(data, split, global_batch, user_settings)
-        wrapped: Any = OwnSource(key, source, user_source, NEEDED[split], global_batch, seq_len, vocab_size)
+        wrapped: Any = UserSource(key, source, user_source, REQUIRED_ATTRIBUTES[split], global_batch, seq_len, vocab_size)
         return wrapped
     common: dict[str, Any] = {
         "global_batch": global_batch,
@@ -388,7 +389,7 @@ def open_source(
         elif isinstance(windows, PackedRows):
             max_documents = max(max_documents, windows.documents)
         else:
-            documents, masked_tokens = windows.borders(data.max_segments)
+            documents, masked_tokens = windows.count_documents(data.max_segments)
             max_documents = max(max_documents, min(documents, data.max_segments))
             masked = masked_tokens / (windows.windows * seq_len)
         sources.append(windows)
@@ -411,7 +412,7 @@ def open_source(
         sources,
         weights,
         tokenizer=files[0].header["tokenizer"],
-        text=text_format.of_token_files([file.header for file in files]),
+        text=text_format.format_from_headers([file.header for file in files]),
         templates=text_format.other_templates([file.header for file in files]),
         fingerprint=fingerprint,
         densities=densities,

@@ -39,7 +39,7 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reason
 TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
 LOSSES = ("assistant", "all", "last")
 # The templates of data/templates, for tokenizers without one -> the control tokens that each needs.
-NAMED = {
+BUILTIN_TEMPLATES = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "alpaca": (),
@@ -82,8 +82,8 @@ class Conversation:
 
 
 CONTENT, THOUGHT, CALLS, TOOLS, DETAIL = "the content", "thoughts", "`tool_calls`", "`tools`", "descriptions of parameters"
-READ = ("role", *TEXTS, "tool_calls", "train")  # keys of messages that need no note: they are written, or refused
-READ_IN_CALLS = ("type", "function", "name", "arguments")
+READ_KEYS = ("role", *TEXTS, "tool_calls", "train")  # keys of messages that need no note: they are written, or refused
+READ_CALL_KEYS = ("type", "function", "name", "arguments")
 RESERVED = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")  # variables that no row can set
 # As <think>, [/THINK] and ◁think▷: tags by which some templates cut a content into pieces.
 TAG = re.compile(
@@ -167,13 +167,13 @@ def _remove_keys(chat: Conversation, level: str, keys: Container[str]) -> Conver
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """A control token of a rendered conversation, or text that is encoded by itself."""
 
     text: str
     control: int = -1  # the id of a control token
     loss: bool = False
-    place: str = "start"  # the place of text: start (of the document) | after (a control token) | inner (after other text)
+    position: str = "start"  # the place of text: start (of the document) | after (a control token) | inner (after other text)
     turn: str = ""  # of a control token in an assistant's turn: end (nothing but white space follows in the turn) | inside
 
 
@@ -363,8 +363,8 @@ class ChatTemplate:
         notes += [f"not read by the chat template, in 'chat_template_kwargs': {name!r}" for name in unread]
         calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
         for level, read_keys, values in (
-            ("messages", READ, chat.messages),
-            ("tool calls", READ_IN_CALLS, [*calls, *(call["function"] for call in calls)]),
+            ("messages", READ_KEYS, chat.messages),
+            ("tool calls", READ_CALL_KEYS, [*calls, *(call["function"] for call in calls)]),
         ):
             used_keys = {key for value in values for key, x in value.items() if x not in ([], {}, "") or level != "messages"}
             keys = sorted(used_keys - {*read_keys})
@@ -396,18 +396,18 @@ class ChatTemplate:
         """Return the control tokens that end an answer to a single question; empty if the template cannot write one."""
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
-            _, chunks = self.parts(Conversation(messages), "assistant")
+            _, chunks = self.split_conversation(Conversation(messages), "assistant")
         except RowError:
             return set()
         return {chunk.control for chunk in chunks if chunk.turn == "end"}
 
-    def prompt(self, chat: Conversation) -> list[Part]:
+    def split_prompt(self, chat: Conversation) -> list[Chunk]:
         """Return the parts of a conversation with the beginning of the assistant's answer. Raises RowError."""
         self.check(chat)
         _, text = self._guard_conversation(chat, prompt=True)
         return self._split_text(text.replace(OPEN, "").replace(CLOSE, ""), [])
 
-    def parts(self, chat: Conversation, loss: str) -> tuple[str, list[Part]]:
+    def split_conversation(self, chat: Conversation, loss: str) -> tuple[str, list[Chunk]]:
         """Return the conversation as text, and its parts: cut at control tokens and where the loss begins and ends.
 
         No token spans a cut: the text before a turn is encoded like the prompt of a generation.
@@ -523,9 +523,9 @@ class ChatTemplate:
             spans[-1] = begin, max([end, *(match.end() for match in self._control.finditer(text, end))])
         return spans
 
-    def _split_text(self, text: str, spans: list[tuple[int, int]], turns: Sequence[tuple[int, int]] = ()) -> list[Part]:
+    def _split_text(self, text: str, spans: list[tuple[int, int]], turns: Sequence[tuple[int, int]] = ()) -> list[Chunk]:
         """Return the parts of a text. spans: (begin, end) of what counts in the loss. turns: those of the assistant's turns."""
-        chunks: list[Part] = []
+        chunks: list[Chunk] = []
 
         def counts(at: int) -> bool:
             return any(begin <= at < end for begin, end in spans)
@@ -537,7 +537,7 @@ class ChatTemplate:
             for begin, end in itertools.pairwise([done, *(b for b in borders if done < b < stop), stop]):
                 if piece := text[begin:end].replace(MARK, ""):
                     position = "start" if not chunks else "after" if chunks[-1].control >= 0 else "inner"
-                    chunks.append(Part(piece, loss=counts(begin), place=position))
+                    chunks.append(Chunk(piece, loss=counts(begin), position=position))
             if token:
                 group = token.lastindex or 1
                 control, at, after = self.control[group - 1], token.start(group), token.end(group)
@@ -545,7 +545,7 @@ class ChatTemplate:
                     raise RowError(f"an assistant's turn begins or ends within the control token {control.text!r}")
                 remainder = next((text[after:end] for begin, end in turns if begin <= at < end), None)
                 turn = "" if remainder is None else "inside" if remainder.replace(MARK, "").strip() else "end"
-                chunks.append(Part(control.text, control.id, counts(at), turn=turn))
+                chunks.append(Chunk(control.text, control.id, counts(at), turn=turn))
                 done = token.end()
         return chunks
 
@@ -576,23 +576,23 @@ def _marked_spans(text: str) -> list[tuple[int, int]]:
 
 
 def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> ChatTemplate:
-    """Return a chat template for a tokenizer: one of NAMED, the template in a file, or for "" the tokenizer's own.
+    """Return a chat template for a tokenizer: one of BUILTIN_TEMPLATES, the template in a file, or for "" the tokenizer's own.
 
     The tokenizer's own template is chat_template.jinja, or else the template in tokenizer_config.json, beside the
     tokenizer.json. For the byte tokenizer it is BYTE_TEMPLATE.
 
     Args:
       spec: the tokenizer's name.
-      choice: a name in NAMED, the path of a file, or "".
+      choice: a name in BUILTIN_TEMPLATES, the path of a file, or "".
       date: as for `ChatTemplate`.
 
     Raises:
       TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
     control, tokens, name = tokenizer.control_tokens(), special_tokens(spec), choice
-    control_texts, fitting_names = {token.text for token in control}, fitting(control)
-    if choice in NAMED:
-        if missing := [text for text in NAMED[choice] if text not in control_texts]:
+    control_texts, fitting_names = {token.text for token in control}, supported_templates(control)
+    if choice in BUILTIN_TEMPLATES:
+        if missing := [text for text in BUILTIN_TEMPLATES[choice] if text not in control_texts]:
             rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
             raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fitting_names[0]}")
         bos = tokenizer.text_of(tokenizer.bos[-1]) if tokenizer.bos else ""
@@ -603,11 +603,11 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
         try:
             source = Path(choice).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
-            rule = f"is none of {', '.join(NAMED)}, and cannot be read as a file ({e})"
+            rule = f"is none of {', '.join(BUILTIN_TEMPLATES)}, and cannot be read as a file ({e})"
             fix = f"give one of {', '.join(fitting_names)}, or the path of a file"
             raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: {fix}") from e
     else:
-        name, source = own_template(spec)
+        name, source = tokenizer_template(spec)
     if not source:
         alternatives = f" (or {', '.join([*fitting_names[1:], 'a file of your own'])})"
         raise TokenizerError(
@@ -617,13 +617,13 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
     return ChatTemplate(name, source, tokens, control, date)
 
 
-def fitting(control: Sequence[ControlToken]) -> list[str]:
-    """Return the names in NAMED whose control tokens a tokenizer has; alpaca needs none, and comes last."""
+def supported_templates(control: Sequence[ControlToken]) -> list[str]:
+    """Return the names in BUILTIN_TEMPLATES whose control tokens a tokenizer has; alpaca needs none, and comes last."""
     texts = {token.text for token in control}
-    return [name for name, needed in NAMED.items() if texts.issuperset(needed)]
+    return [name for name, needed in BUILTIN_TEMPLATES.items() if texts.issuperset(needed)]
 
 
-def own_template(spec: str, offline: bool = False) -> tuple[str, str]:
+def tokenizer_template(spec: str, offline: bool = False) -> tuple[str, str]:
     """Return (name, source) of a tokenizer's own chat template; the source is "" if there is none. Raises TokenizerError.
 
     offline: read only files on this machine.

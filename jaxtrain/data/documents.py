@@ -16,14 +16,14 @@ from typing import Any, BinaryIO, cast
 
 from jaxtrain.config import installed
 from jaxtrain.data.chat_template import Conversation, RowError
-from jaxtrain.data.rows import COLUMNS, Piece, Rows, kind_of, load_json, question
+from jaxtrain.data.rows import COLUMNS, Piece, Rows, json_type, load_json, parse_question
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-NOT_READ = (".csv", ".tsv", ".json", ".arrow", ".zip", ".tar", ".tgz", ".7z")  # suffixes of files that hold no plain text
+UNSUPPORTED = (".csv", ".tsv", ".json", ".arrow", ".zip", ".tar", ".tgz", ".7z")  # suffixes of files that hold no plain text
 PIECE_BYTES = 4 << 20  # longer text files are encoded in pieces, cut after a line
-SHOWN = 20  # bad lines, and notes on what is not used, that are shown one by one; further ones are counted
-MOST_NOTES = 100  # different notes on the rows of a part; rows may have keys that no other row has
+MAX_SHOWN = 20  # bad lines, and notes on what is not used, that are shown one by one; further ones are counted
+MAX_NOTES = 100  # different notes on the rows of a part; rows may have keys that no other row has
 BATCH_ROWS = 1024  # Parquet rows decoded at once
 UNREAD = ...  # the value of a table's column that is not fetched: rows.py notes that it is not read
 DATASET = "hf:"  # begins the name of a data set
@@ -54,7 +54,7 @@ class Report:
 
     Attributes:
       bad: number of bad lines.
-      lines: (place, line, reason) of the first SHOWN bad lines.
+      lines: (place, line, reason) of the first MAX_SHOWN bad lines.
       notes: what is not used -> number of rows.
     """
 
@@ -65,7 +65,7 @@ class Report:
     def reject(self, cut: Cut, line: int, error: Exception) -> None:
         """Count a bad line. line: its number in the part."""
         self.bad += 1
-        if len(self.lines) < SHOWN:
+        if len(self.lines) < MAX_SHOWN:
             location = f"{cut.path} part {cut.begin + 1}" if cut.kind == "dataset" else cut.path
             lines_above = lines_before(cut.path, cut.begin) if cut.kind == "jsonl" else 0
             self.lines.append((location, lines_above + line, reason(error)))
@@ -73,7 +73,7 @@ class Report:
     def note(self, *notes: str) -> None:
         """Count what is not used of a row."""
         for note in notes:
-            is_listed = note in self.notes or len(self.notes) < MOST_NOTES
+            is_listed = note in self.notes or len(self.notes) < MAX_NOTES
             self.notes[note if is_listed else "further keys that are not read"] += 1
 
 
@@ -100,9 +100,9 @@ def reason(error: Exception) -> str:
     return f"cannot be read ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
-def read(cut: Cut, rows: Rows, report: Report) -> Iterator[Piece]:
+def read_pieces(cut: Cut, rows: Rows, report: Report) -> Iterator[Piece]:
     """Yield the pieces of all documents in a part of an input. Raises PrepareError if the part cannot be read to its end."""
-    for line, row, changed in rows_of(cut, rows.columns):
+    for line, row, changed in read_rows(cut, rows.columns):
         try:
             if isinstance(row, Exception):
                 raise row
@@ -114,13 +114,13 @@ def read(cut: Cut, rows: Rows, report: Report) -> Iterator[Piece]:
             yield from pieces
 
 
-Columns = Callable[
+ChooseColumns = Callable[
     [list[str]], list[str]
 ]  # from the columns of a table to those to read; raises RowError if it has no document
-Found = tuple[int, dict[str, Any] | Piece | Exception, tuple[str, ...]]  # line in the part, row or why it is bad, notes
+RowResult = tuple[int, dict[str, Any] | Piece | Exception, tuple[str, ...]]  # line in the part, row or why it is bad, notes
 
 
-def rows_of(cut: Cut, columns: Columns) -> Iterator[Found]:
+def read_rows(cut: Cut, columns: ChooseColumns) -> Iterator[RowResult]:
     """Yield the rows of a part of an input. Raises PrepareError if it cannot be read to its end."""
     readers = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "dataset": read_dataset}
     try:
@@ -142,11 +142,11 @@ def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
     if kind == "text":
         rule = "conversations are rows of JSON lines (.jsonl) or Parquet, and this is a text file"
         raise PrepareError(f"--input = {path}: {rule}. Fix: give --prompt=TEXT for a single question")
-    for line, row, _ in rows_of(Cut(str(path), kind, 0), lambda names: [name for name in names if name in COLUMNS]):
+    for line, row, _ in read_rows(Cut(str(path), kind, 0), lambda names: [name for name in names if name in COLUMNS]):
         try:
             if not isinstance(row, dict):
                 raise cast(Exception, row)
-            yield line, *question(row)
+            yield line, *parse_question(row)
         except Exception as e:
             raise PrepareError(f"{path}:{line}: {reason(e)}") from e
 
@@ -168,7 +168,7 @@ def detect_format(path: Path) -> str:
         return "parquet"
     if suffix == ".tok":
         raise PrepareError(f"{path}: it is already a token file. Fix: choose an --input that leaves it out")
-    if suffix in NOT_READ:
+    if suffix in UNSUPPORTED:
         fix = "unpack it or write it as text, JSON lines (.jsonl) or Parquet, or give --format=jsonl if each line is an object"
         raise PrepareError(f"{path}: {suffix} files are not read. Fix: {fix}")
     return "text"
@@ -190,7 +190,7 @@ def open_binary(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
-def read_text(cut: Cut, _: Columns) -> Iterator[Found]:
+def read_text(cut: Cut, _: ChooseColumns) -> Iterator[RowResult]:
     """Yield the file as one document, in pieces of PIECE_BYTES, each extended by the rest of its last line."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # a byte order mark is no text
     with open_binary(cut.path) as f:
@@ -212,7 +212,7 @@ def read_text(cut: Cut, _: Columns) -> Iterator[Found]:
             data = following
 
 
-def read_jsonl(cut: Cut, _: Columns) -> Iterator[Found]:
+def read_jsonl(cut: Cut, _: ChooseColumns) -> Iterator[RowResult]:
     """Yield each line of the part that is not blank."""
     with open_binary(cut.path) as f:
         at = cut.begin
@@ -233,7 +233,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | Exception:
         return e
     except RowError as e:
         return RowError(f"not JSON ({e})")
-    return record if isinstance(record, dict) else RowError(f"is {kind_of(record)}, not an object")
+    return record if isinstance(record, dict) else RowError(f"is {json_type(record)}, not an object")
 
 
 def table_row(cells: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -254,7 +254,7 @@ def table_row(cells: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     return row, tuple(f"nulls of {name}, which tables add to rows, read as absent" for name in sorted(dropped))
 
 
-def read_parquet(cut: Cut, columns: Columns) -> Iterator[Found]:
+def read_parquet(cut: Cut, columns: ChooseColumns) -> Iterator[RowResult]:
     """Yield each row of the part, with its number in the file."""
     import pyarrow.parquet
 
@@ -353,7 +353,7 @@ def cut_dataset(spec: str) -> tuple[int, str]:
     return data.num_shards, repr((builder.config.name, getattr(builder, "hash", ""), origin))
 
 
-def read_dataset(cut: Cut, columns: Columns) -> Iterator[Found]:
+def read_dataset(cut: Cut, columns: ChooseColumns) -> Iterator[RowResult]:
     """Yield each row of a file of a data set, with its number in the file."""
     data, unread_columns = open_dataset(cut.path), {}
     if (names := data.column_names) is not None:

@@ -24,7 +24,7 @@ BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
 AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
 
 
-def load(argv: Sequence[str]) -> LoadedConfig:
+def load_config(argv: Sequence[str]) -> LoadedConfig:
     """Return the config of `--config=FILE[:variant] [--config.KEY=VALUE ...]`. Other words are problems; nothing is raised."""
     line = launch.split_command_line(argv)
     loaded = load_line(line)
@@ -59,7 +59,7 @@ def load_line(line: launch.Line) -> LoadedConfig:
     return dataclasses.replace(loaded, run=run, problems=problems, origins=origins, launch=launched)
 
 
-def length(opt: Optimizer, steps: int) -> int:
+def schedule_length(opt: Optimizer, steps: int) -> int:
     """Return the number of steps that the warm-up and the decay of a schedule need, in a run of `steps` steps."""
     if opt.schedule == "constant":
         return opt.warmup_steps
@@ -88,7 +88,7 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     try:
         tokens = opening.tokens_per_epoch(data, run.paths.data)
     except ConfigError as error:
-        missing_files = [str(p.value) for p in error.problems if p.rule == opening.GONE]
+        missing_files = [str(p.value) for p in error.problems if p.rule == opening.NO_SUCH_FILE]
         reason = (
             f"{', '.join(missing_files)} {'is' if len(missing_files) == 1 else 'are'} not here"
             if missing_files
@@ -157,11 +157,11 @@ def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) ->
         return steps_of_file if movable[name] <= steps_of_file[0] else (file.train.steps, "default")
 
     bases = {n: base_steps(n) for n in movable}
-    if length(opt, steps) <= steps:
+    if schedule_length(opt, steps) <= steps:
         movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < bases[n][0]}
     if steps > 0 and movable:
         fitted = {n: max(1, v * steps // max(steps, bases[n][0])) for n, v in movable.items()}
-        room = steps - (length(opt, steps) - sum(movable.values()))
+        room = steps - (schedule_length(opt, steps) - sum(movable.values()))
         if sum(fitted.values()) > room:
             fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
         changes |= fitted

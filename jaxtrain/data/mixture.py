@@ -20,17 +20,18 @@ WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that c
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class WeightedFile:
     """A token file that data.source or data.eval_source names, and its weight."""
 
     path: str
     weight: float | None  # None if none is given
 
 
-def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], list[Problem]]:
+def parse_files(source: str, key: str = "data.source") -> tuple[list[WeightedFile], list[Problem]]:
     """Parse `a.tok=0.7,b.tok=0.3`: return the files, and the problems found. A file that exists may have commas in its path.
 
-    Either all files have a weight, or none has. Without weights, `shares` sets weights in proportion to the files' tokens.
+    Either all files have a weight, or none has. Without weights, `normalize_weights` sets weights in proportion to the
+    files' tokens.
     """
     files, problems = [], []
     items = split_paths(source, ",", lambda item: is_file(item) or is_file(item.rpartition("=")[0]))
@@ -41,7 +42,7 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
             continue
         path, equals, text = item.rpartition("=")
         if not equals or item.endswith(".tok") or "/" in text or is_file(item):
-            files.append(Named(item, None))
+            files.append(WeightedFile(item, None))
             continue
         try:
             weight = float(text)
@@ -49,7 +50,7 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
             weight = math.nan
         if not (0 < weight < math.inf):
             problems.append(Problem(key, item, "a weight is a number above 0", f"Write {path}=0.5, for example."))
-        files.append(Named(path, weight))
+        files.append(WeightedFile(path, weight))
     odd = [file.path for file in files if not file.path.endswith(".tok") and not is_file(file.path)]
     if odd and len(items) > 1:  # a path with a comma, and one mistake
         rule = f"no such file, and as a list, which commas separate, it names {odd[0]!r}"
@@ -62,7 +63,7 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
         problems.append(Problem(key, without, rule, f"Write {without}=0.5, for example, or leave out all weights."))
     seen: set[Path] = set()
     for file in files:
-        if (resolved := identity(file.path)) in seen:
+        if (resolved := resolve_path(file.path)) in seen:
             problems.append(Problem(key, file.path, "is named twice", "Name it once, with the sum of its weights."))
         seen.add(resolved)
     return files, problems
@@ -79,12 +80,12 @@ def all_exist(source: str) -> bool:
     return not problems and all(is_file(file.path) for file in files)
 
 
-def identity(path: str) -> Path:
+def resolve_path(path: str) -> Path:
     """Return the absolute path of a file with symbolic links resolved, so that two paths of one file are equal."""
     return Path(path).expanduser().resolve()
 
 
-def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
+def normalize_weights(files: Sequence[WeightedFile], tokens: Sequence[int]) -> list[float]:
     """Return the files' weights, scaled so that they sum to 1.
 
     Args:
@@ -95,7 +96,7 @@ def shares(files: Sequence[Named], tokens: Sequence[int]) -> list[float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     """A range of a run with constant weights. A phase ends where the next phase begins.
 
     `tokens` and `read` count tokens (rows times data.seq_len), so they stay valid if data.seq_len or the batch size changes.
@@ -139,7 +140,7 @@ class Mixture:
         """Args: sources: as the attribute, of the sources that the config names. weights: of these sources."""
         self._opened, self._weights, self.seq_len = [dict(source) for source in sources], weights, seq_len
         self.sources: list[dict[str, str]] = []
-        self.phases: list[Phase] = []
+        self.phases: list[MixturePhase] = []
         self.changed = False
 
     def start(self, stored: Mapping[str, Any] | None, tokens: int, step: int, begin: int) -> list[int]:
@@ -172,14 +173,15 @@ class Mixture:
             return (*values, *[0] * (len(self.sources) - len(values)))  # 0 for sources that were added later
 
         self.phases = [
-            Phase(phase["step"], phase["tokens"], pad(phase["weights"]), pad(phase["read"])) for phase in stored_state["phases"]
+            MixturePhase(phase["step"], phase["tokens"], pad(phase["weights"]), pad(phase["read"]))
+            for phase in stored_state["phases"]
         ]
         by_number = dict(zip(numbers, self._weights, strict=True))
         weights = tuple(by_number.get(k, 0.0) for k in range(len(self.sources)))
         self.changed = bool(self.phases) and not np.allclose(self.phases[-1].weights, weights, rtol=1e-9, atol=0)
         if not self.phases or self.changed or begin * self.seq_len != tokens:
             read = pad([source["tokens"] for source in stored_state["sources"]])
-            self.phases.append(Phase(step, begin * self.seq_len, weights, read))
+            self.phases.append(MixturePhase(step, begin * self.seq_len, weights, read))
         return numbers
 
     def sources_of(self, row_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +195,7 @@ class Mixture:
             number_R[in_phase], within_R[in_phase] = self.phases[k].sources_of(row_R[in_phase], self.seq_len)
         return number_R, within_R
 
-    def phase_of(self, row: int) -> Phase:
+    def phase_of(self, row: int) -> MixturePhase:
         """Return the phase that row `row` belongs to."""
         return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) <= row][-1]
 
@@ -212,7 +214,7 @@ class Mixture:
     def state(self, row: int) -> dict[str, Any]:
         """Return the mixture as JSON for a checkpoint at which the rows before `row` have been read.
 
-        `sources`: the attribute, with `tokens` read of each source. `phases`: the fields of each `Phase` with a row.
+        `sources`: the attribute, with `tokens` read of each source. `phases`: the fields of each `MixturePhase` with a row.
         """
         read = self.tokens_read(row)
         sources = [{**source, "tokens": tokens} for source, tokens in zip(self.sources, read, strict=True)]

@@ -17,7 +17,7 @@ from jaxtrain.config.schema import split_paths
 from jaxtrain.config.synonyms import MOST, did_you_mean
 from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.mixture import Named, all_exist, is_file, parse_files, shares
+from jaxtrain.data.mixture import WeightedFile, all_exist, is_file, normalize_weights, parse_files
 from jaxtrain.data.tokenfile import CHECKED_BYTES, TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, count_windows, open_windows
 
@@ -25,7 +25,7 @@ CROSS_ENTROPY = schema.Loss()
 # Forms of data, and the options of `prepare` for each
 FORMS = {"text": "", "chat": "--chat ", "pairs": "--preference --chat ", "plain pairs": "--preference "}
 VALIDATION = {"text": "0.001", "chat": "0.02", "pairs": "0.05"}  # --validation in the commands for each form
-GONE = "no such file"  # the rule of a token file that does not exist
+NO_SUCH_FILE = "no such file"  # the rule of a token file that does not exist
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 
 
@@ -75,7 +75,7 @@ def is_custom(source: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
-def near_files(path: str) -> list[str]:
+def find_similar_files(path: str) -> list[str]:
     """Return a similar built-in source, or up to three similar data files in the path's folder.
 
     A held-out file (.val.) is similar to held-out files only, and a training file to training files only.
@@ -101,10 +101,10 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> sch
     Args:
       form: the form of the data that the run needs, a key of FORMS.
     """
-    if similar := near_files(path):
-        return schema.Problem(key, path, GONE, did_you_mean(similar))
+    if similar := find_similar_files(path):
+        return schema.Problem(key, path, NO_SUCH_FILE, did_you_mean(similar))
     held_out = path.endswith(".val.tok")
-    output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
+    output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_path(path))
     if held_out and (options := _prepare_options(output)):
         command = f"{options} --force --output={shlex.quote(output)}"
         without = ", or set data.eval_source='' and eval.every_steps=0" if key == "data.eval_source" else ""
@@ -125,7 +125,7 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> sch
             f"This command makes it of {kind} in JSON lines (plain texts: without --chat):\n"
             f"    python -m jaxtrain data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
         )
-    return schema.Problem(key, path, GONE, remedy)
+    return schema.Problem(key, path, NO_SUCH_FILE, remedy)
 
 
 def _prepare_options(path: str) -> str:
@@ -145,7 +145,9 @@ def _prepare_options(path: str) -> str:
     return " ".join([*words, f"--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)}"])
 
 
-def open_files(data: schema.Data, named_files: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
+def open_files(
+    data: schema.Data, named_files: Sequence[WeightedFile], key: str, seq_len: int, form: str = "text"
+) -> list[TokenFile]:
     """Open the token files that config key `key` names. Raises ConfigError with the problems of all files.
 
     form: the form of the data that the run needs, a key of FORMS, for the commands that the problems name.
@@ -169,11 +171,11 @@ def open_files(data: schema.Data, named_files: Sequence[Named], key: str, seq_le
                 problems.append(schema.Problem(key, path, "is no token file", fix))
             continue
         header = files[-1].header
-        if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
+        if reason := tokenizers.find_difference(data.tokenizer, header["tokenizer"]):
             former = header["tokenizer"]["name"]
             redo = f"prepare the text again with --tokenizer={shlex.quote(data.tokenizer)}"
             # The tokenizer at the file's own path may be gone, or be another one now.
-            changed = tokenizers.differs(former, header["tokenizer"])
+            changed = tokenizers.find_difference(former, header["tokenizer"])
             restore = (
                 f"Set data.tokenizer to a folder with the former {former}"
                 if changed
@@ -210,10 +212,10 @@ def open_mixture(
         raise schema.ConfigError([*problems, *e.problems]) from e
     if problems:
         raise schema.ConfigError(problems)
-    return files, shares(named_files, [file.header["tokens"] for file in files])
+    return files, normalize_weights(named_files, [file.header["tokens"] for file in files])
 
 
-def check(
+def check_data(
     data: schema.Data, model_vocab: int, need_eval: bool, loss: schema.Loss = CROSS_ENTROPY, finetunes: bool = False
 ) -> list[schema.Problem]:
     """Return the problems of a run's data, before any file is made or any device is used. Of files, only headers are read.
@@ -278,10 +280,10 @@ def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "")
     """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
     options += "" if tokenizer == "byte" else f"--tokenizer={shlex.quote(tokenizer)} "
     inputs = shlex.quote(f"{text}/*.jsonl" if Path(text).is_dir() else text)
-    return f"python -m jaxtrain data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_of(text)))}"
+    return f"python -m jaxtrain data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_path(text)))}"
 
 
-def token_file_of(text: str) -> Path:
+def token_file_path(text: str) -> Path:
     """Return the name of the token file that is made from `text`: a text file, which may be compressed, or a folder."""
     path = Path(text)
     if path.is_dir():
@@ -353,7 +355,7 @@ def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
     with contextlib.ExitStack() as stack:
         source = data.source
         if source == "stdlib":
-            exists = stdlib.paths(data_dir)[0].exists()
+            exists = stdlib.token_file_paths(data_dir)[0].exists()
             folder = data_dir if exists else stack.enter_context(tempfile.TemporaryDirectory())
             source = str(stdlib.stdlib_files(folder)[0])
         windows = 0
@@ -366,10 +368,10 @@ def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
     return windows * data.seq_len
 
 
-def epochs(data: schema.Data, folder: Path, tokens: int) -> float | None:
+def count_epochs(data: schema.Data, folder: Path, tokens: int) -> float | None:
     """Return the number of epochs in `tokens` tokens; None if the data has none or is not here. folder: paths.data."""
     source, folder = data.source, folder.expanduser()
-    if source == "synthetic" or is_custom(source) or (source == "stdlib" and not stdlib.paths(folder)[0].exists()):
+    if source == "synthetic" or is_custom(source) or (source == "stdlib" and not stdlib.token_file_paths(folder)[0].exists()):
         return None
     try:
         return tokens / tokens_per_epoch(data, folder)

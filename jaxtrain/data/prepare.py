@@ -41,13 +41,13 @@ from jaxtrain.data import documents
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat_template import LOSSES, ChatTemplate, load_template
 from jaxtrain.data.documents import Cut, PrepareError, Report
-from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
+from jaxtrain.data.rows import ChatRows, Piece, PreferenceRows, Rows, TextRows
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
 
 SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
 LINE_SECONDS = 10.0  # between two lines of progress
-Part = tuple[Cut, ...]
+Shard = tuple[Cut, ...]
 Say = Callable[[str], None]
 
 
@@ -56,14 +56,14 @@ class PrepareFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """The input and options of a token file. Equal jobs and equal parts of the input give equal files.
 
     Attributes:
       text_key: a column, or several with commas between. `separator` joins their texts.
       validation: fraction of the documents that are written to NAME.val.tok instead of NAME.tok.
       chat: rows are conversations, or pairs of conversations with `preference`. A template writes them as text.
-      chat_template: a name in template.NAMED, or a file; "": the tokenizer's own template.
+      chat_template: a name in template.BUILTIN_TEMPLATES, or a file; "": the tokenizer's own template.
       loss: the tokens of conversations that count in the loss (template.LOSSES).
       preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
       date: today's date, for templates that use it.
@@ -97,11 +97,11 @@ class Job:
         template = None
         if self.chat:
             template = load_template(self.tokenizer, tok, self.chat_template, self.date)
-        return tok, PairRows(template, tok.bos) if self.preference or not template else ChatRows(template, self.loss)
+        return tok, PreferenceRows(template, tok.bos) if self.preference or not template else ChatRows(template, self.loss)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the command that are not its defaults, without --tokenizer and --validation."""
-        defaults = Job(date=self.date)
+        defaults = PrepareJob(date=self.date)
         keys = ("eot", "text_key", "separator", "chat", "preference", "chat_template", "loss")
         return {key: value for key in keys if (value := getattr(self, key)) != getattr(defaults, key)}
 
@@ -119,7 +119,7 @@ class Job:
             raise PrepareError(f"--text-key={self.text_key}: names a column, or several with commas between")
 
 
-def prepare(
+def prepare_corpus(
     inputs: list[str],
     output: Path,
     *,
@@ -142,13 +142,13 @@ def prepare(
       processes: number of processes; 0: the number of cores.
       shard_mb: MB of input in a part. Finished parts of an interrupted run are reused.
       say: called with each line of text for the user, except those of `progress`.
-      options: fields of `Job`.
+      options: fields of `PrepareJob`.
 
     Raises:
       PrepareError, TokenizerError, TokenFileError: errors that the user can fix.
       PrepareFailed: the disk is full, or a process ended without a result.
     """
-    job = Job(**options)
+    job = PrepareJob(**options)
     outputs = [output, validation_path(output)] if job.validation else [output]
     if problem := stores.path_problem(str(output)):
         raise PrepareError(f"--output={output}: {problem[0]}. Fix: {problem[1]}")
@@ -163,8 +163,10 @@ def prepare(
         if path.exists() and not force:
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
     tok, rows = job.load()
-    if lost := tokenizers.named_elsewhere(job.tokenizer):
-        shown = ", ".join(lost[: documents.SHOWN]) + f" and {len(lost) - documents.SHOWN} more" * (len(lost) > documents.SHOWN)
+    if lost := tokenizers.find_missing_tokens(job.tokenizer):
+        shown = ", ".join(lost[: documents.MAX_SHOWN]) + f" and {len(lost) - documents.MAX_SHOWN} more" * (
+            len(lost) > documents.MAX_SHOWN
+        )
         say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {shown}")
     template: ChatTemplate | None = getattr(rows, "template", None)
     if template:
@@ -174,10 +176,14 @@ def prepare(
             say(f"chat template {template.name}: {name} is {text!r}, which is no control token of the tokenizer")
     shard_bytes = max(1, int(shard_mb * 1e6))
     cuts, state = cut_inputs(inputs, format, shard_bytes, job)
-    shards = group(cuts, shard_bytes)
+    shards = group_cuts(cuts, shard_bytes)
     sha256 = template.sha256 if template else ""
     dated = template is not None and template.dated
-    description = asdict(job) | {"chat_template": sha256, "date": dated and job.date, "tokenizer": tokenizers.info(tok)}
+    description = asdict(job) | {
+        "chat_template": sha256,
+        "date": dated and job.date,
+        "tokenizer": tokenizers.tokenizer_info(tok),
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     recipe: dict[str, Any] = {"options": job.options() | ({} if format == "auto" else {"format": format})}
     if template:
@@ -185,18 +191,18 @@ def prepare(
         recipe["chat"] = {"loss": job.loss, "template_sha256": sha256, **template_fields}
     recipe |= {PAIRS: True} if job.preference else {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(naming(output))
-        folder = stack.enter_context(parts_folder(output))
+        stack.enter_context(name_disk_errors(output))
+        folder = stack.enter_context(shards_folder(output))
         digest = hashlib.sha256(json.dumps([description, state, shard_bytes, format]).encode()).hexdigest()
         tasks = []
         for number, shard in enumerate(shards):
             files = [folder / f"{number:06}{ending}" for ending in (".tok", ".val.tok")[: len(outputs)]]
             tasks.append(Task(job, files, [digest, number], shard, skip_bad_lines))
-        if bad := make_all(tasks, folder, processes or len(os.sched_getaffinity(0)), say):
+        if bad := make_all_shards(tasks, folder, processes or len(os.sched_getaffinity(0)), say):
             say(f"{count_lines(bad)} left out")
         if changed := [path for path, size, time_ns in state if os.path.isfile(path) and time_ns != os.stat(path).st_mtime_ns]:
             raise PrepareError(f"--input={changed[0]}: has changed while it was read. Fix: give the same command again")
-        info = tokenizers.info(tok)
+        info = tokenizers.tokenizer_info(tok)
         writers = [
             stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, recipe=recipe))
             for path in outputs
@@ -235,7 +241,7 @@ def prepare(
 
 
 @contextlib.contextmanager
-def naming(output: Path) -> Iterator[None]:
+def name_disk_errors(output: Path) -> Iterator[None]:
     """Raise PrepareFailed, which names the output, for an error of its disk that names no file."""
     try:
         yield
@@ -269,16 +275,16 @@ def find_inputs(patterns: list[str]) -> list[Path]:
     return list(paths)
 
 
-def find_kinds(pattern: str, format: str) -> dict[Path, str]:
+def find_formats(pattern: str, format: str) -> dict[Path, str]:
     """Return path -> format of the files that match a glob.
 
     Raises PrepareError, also for a glob that matches rows together with other files than .txt, as the README of a data set.
     """
     kinds = {path: documents.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
     rows = [path for path, kind in kinds.items() if kind != "text"]
-    text_files = [path for path, kind in kinds.items() if kind == "text" and not ending(path).lower().startswith(".txt")]
+    text_files = [path for path, kind in kinds.items() if kind == "text" and not file_suffix(path).lower().startswith(".txt")]
     if rows and text_files:
-        globs = list(dict.fromkeys(f"{glob.escape(str(path.parent))}/*{ending(path)}" for path in rows))
+        globs = list(dict.fromkeys(f"{glob.escape(str(path.parent))}/*{file_suffix(path)}" for path in rows))
         matched = {Path(path) for each in globs for path in glob.glob(each)}  # no name that begins with a dot
         names = globs if matched == {*rows} else rows
         fix = " ".join(f"--input='{name}'" for name in names)
@@ -287,12 +293,12 @@ def find_kinds(pattern: str, format: str) -> dict[Path, str]:
     return kinds
 
 
-def ending(path: Path) -> str:
+def file_suffix(path: Path) -> str:
     """Return the suffix of a file, with that of its compression, as .jsonl.gz."""
     return "".join(path.suffixes[-2:] if path.suffix.lower() in documents.COMPRESSED else path.suffixes[-1:])
 
 
-def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
+def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: PrepareJob) -> tuple[list[Cut], list[list[Any]]]:
     """Return the parts of all inputs, and the state of each input. Raises PrepareError.
 
     The state of a file is [path, bytes, modification time in ns]. For a data set: [name, number of parts, description of the
@@ -301,7 +307,7 @@ def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: Job) -> 
     cuts: list[Cut] = []
     state: list[list[Any]] = []
     by_name = [p for p in patterns if p.startswith(documents.DATASET)]
-    kinds = {path: kind for p in patterns if p not in by_name for path, kind in find_kinds(p, format).items()}
+    kinds = {path: kind for p in patterns if p not in by_name for path, kind in find_formats(p, format).items()}
     for path, kind in kinds.items():
         if kind == "text" and job.flags:
             option = "--preference" if job.preference else "--chat"
@@ -317,7 +323,7 @@ def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: Job) -> 
     return cuts, state
 
 
-def group(cuts: list[Cut], shard_bytes: int) -> list[Part]:
+def group_cuts(cuts: list[Cut], shard_bytes: int) -> list[Shard]:
     """Return the cuts in parts, small cuts joined up to `shard_bytes`. Each file of a data set is a part by itself."""
     shards: list[list[Cut]] = []
     size = 0
@@ -334,7 +340,7 @@ def group(cuts: list[Cut], shard_bytes: int) -> list[Part]:
 
 
 @contextlib.contextmanager
-def parts_folder(output: Path) -> Iterator[Path]:
+def shards_folder(output: Path) -> Iterator[Path]:
     """Yield the folder for the finished parts of an output, locked for this process. After an error the parts are kept.
 
     Raises TokenFileError if another process writes the parts.
@@ -361,17 +367,17 @@ class Task(NamedTuple):
       identity: a hash of the command and the number of the part, which the files record.
     """
 
-    job: Job
+    job: PrepareJob
     files: list[Path]
     identity: list[Any]
-    part: Part
+    shard: Shard
     skip_bad_lines: bool
 
     @property
     def size(self) -> int:
-        return sum(cut.size for cut in self.part)
+        return sum(cut.size for cut in self.shard)
 
-    def finished(self) -> Report | None:
+    def load_report(self) -> Report | None:
         """Return what an earlier run has found in the part; None: it is missing or changed."""
         try:
             files = [TokenFile.open(path) for path in self.files]
@@ -397,7 +403,7 @@ def in_validation(piece: Piece, fraction: float) -> bool:
     return int.from_bytes(digest) < fraction * 2**64
 
 
-def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def batch_pieces(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Yield pieces in lists of about BATCH_BYTES."""
     batch: list[Piece] = []
     size = 0
@@ -411,22 +417,22 @@ def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
+def encode_pieces(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | None, int]]:
     """Yield (ids, loss flags or None, bytes of the text that counts in the loss) of each piece."""
-    if batch[0].parts is None:
+    if batch[0].chunks is None:
         yield from ((ids, None, 0) for ids in tok.encode_batch([piece.text for piece in batch]))
         return
-    texts = [chunk for piece in batch for chunk in piece.parts or () if chunk.control < 0]
-    encoded = iter(tok.encode_batch([chunk.text for chunk in texts], [chunk.place for chunk in texts]))
+    texts = [chunk for piece in batch for chunk in piece.chunks or () if chunk.control < 0]
+    encoded = iter(tok.encode_batch([chunk.text for chunk in texts], [chunk.position for chunk in texts]))
     for piece in batch:
-        chunks = piece.parts or ()
+        chunks = piece.chunks or ()
         ids = [np.asarray([chunk.control]) if chunk.control >= 0 else next(encoded) for chunk in chunks]
         flags = [np.full(len(i), chunk.loss) for i, chunk in zip(ids, chunks, strict=True)]
         loss_bytes = sum(len(chunk.text.encode()) for chunk in chunks if chunk.loss and chunk.control < 0)
         yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), loss_bytes
 
 
-def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
+def make_control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
     """Return a function from a document to the control tokens whose text is among its text, where it is read as characters."""
     try:
         texts = [token.text for token in tok.control_tokens()]
@@ -435,14 +441,14 @@ def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
     starts = {text[:2] for text in texts}
 
     def find(piece: Piece) -> list[str]:
-        plain = [piece.text] if piece.parts is None else [chunk.text for chunk in piece.parts if chunk.control < 0]
+        plain = [piece.text] if piece.chunks is None else [chunk.text for chunk in piece.chunks if chunk.control < 0]
         candidates = [text for text in plain if any(start in text for start in starts)]
         return [text for text in texts if any(text in x for x in candidates)] if candidates else []
 
     return find
 
 
-def make_part(task: Task, counters: Any) -> Report:
+def make_shard(task: Task, counters: Any) -> Report:
     """Write the token files of a part, with what was found in their headers. Return what was found.
 
     If there are bad lines that are not to be skipped, no file is written. counters: bytes read and tokens made so far, by all
@@ -450,17 +456,17 @@ def make_part(task: Task, counters: Any) -> Report:
     """
     job = task.job
     tok, rows = job.load()
-    find_control = control_finder(tok)
+    find_control = make_control_finder(tok)
     report = Report()
     with contextlib.ExitStack() as stack:
         suffix = f".{os.getpid()}"  # no other process writes under this name
-        info = tokenizers.info(tok)
+        info = tokenizers.tokenizer_info(tok)
         writers = [stack.enter_context(TokenWriter(path, info, suffix=suffix, loss=job.flags)) for path in task.files]
-        for cut in task.part:
+        for cut in task.shard:
             writer = None  # of the document that is being written
-            for batch in batches_of(documents.read(cut, rows, report)):
+            for batch in batch_pieces(documents.read_pieces(cut, rows, report)):
                 tokens_before = sum(w.tokens for w in writers)
-                for piece, (ids, flags, loss_bytes) in zip(batch, encode(tok, batch), strict=True):
+                for piece, (ids, flags, loss_bytes) in zip(batch, encode_pieces(tok, batch), strict=True):
                     for text in find_control(piece):
                         report.notes[f"text read as characters, not as a control token: {text}"] += 1
                     if writer is None:
@@ -468,24 +474,24 @@ def make_part(task: Task, counters: Any) -> Report:
                         if not job.flags:  # otherwise the parts of the document include these ids
                             writer.write(list(tok.bos), 0)
                     writer.write(ids, piece.num_bytes, flags, loss_bytes)
-                    loss_chunks = [chunk for chunk in piece.parts or () if chunk.loss]
+                    loss_chunks = [chunk for chunk in piece.chunks or () if chunk.loss]
                     writer.turn_ends |= {chunk.control for chunk in loss_chunks if chunk.turn == "end"}
                     writer.in_turns |= {chunk.control for chunk in loss_chunks if chunk.turn == "inside"}
                     if piece.end:
                         # End-of-text counts if it ends a turn that no control token has ended. The template of a conversation
                         # may have written it already.
-                        ended = piece.parts and piece.parts[-1].control >= 0 and job.loss != "all"
-                        eot_counts = bool(piece.parts) and piece.parts[-1].loss and not ended
+                        ended = piece.chunks and piece.chunks[-1].control >= 0 and job.loss != "all"
+                        eot_counts = bool(piece.chunks) and piece.chunks[-1].loss and not ended
                         writer.end_document(loss=eot_counts, once=job.flags)
                         writer = None
-                add(counters, 0, sum(w.tokens for w in writers) - tokens_before)
-            add(counters, cut.size, 0)
+                add_progress(counters, 0, sum(w.tokens for w in writers) - tokens_before)
+            add_progress(counters, cut.size, 0)
         if report.bad and not task.skip_bad_lines:
             for writer in writers:
                 writer.abort()
             return report
         for writer in reversed(writers):  # the first file makes the part a finished one
-            writer.made = {"part": task.identity, **vars(report)}
+            writer.recipe = {"part": task.identity, **vars(report)}
             writer.close()
     return report
 
@@ -493,7 +499,7 @@ def make_part(task: Task, counters: Any) -> Report:
 # ---- All parts
 
 
-def add(counters: Any, size: int, tokens: int) -> None:
+def add_progress(counters: Any, size: int, tokens: int) -> None:
     with contextlib.nullcontext() if isinstance(counters, list) else counters.get_lock():
         counters[0] += size
         counters[1] += tokens
@@ -525,13 +531,13 @@ def progress(counters: Any, total: int, bytes_before: int) -> Iterator[None]:
         ended.set()
 
 
-def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
+def make_all_shards(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
     """Make the parts that an earlier run did not finish, and delete files of other runs. Return the number of bad lines.
 
-    Calls `say` with the first SHOWN bad lines, and with what of the rows is not used. Raises PrepareError after the first part
-    with bad lines that are not to be skipped.
+    Calls `say` with the first MAX_SHOWN bad lines, and with what of the rows is not used. Raises PrepareError after the first
+    part with bad lines that are not to be skipped.
     """
-    results = [task.finished() for task in tasks]
+    results = [task.load_report() for task in tasks]
     unfinished = [task for task, result in zip(tasks, results, strict=True) if result is None]
     finished_files = {path for task, result in zip(tasks, results, strict=True) if result for path in task.files}
     stale_files = [path for path in folder.iterdir() if path not in finished_files and path.name != "lock"]
@@ -548,18 +554,18 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
     try:
         with (
             progress(counters, total_size, total_size - sum(task.size for task in unfinished)),
-            contextlib.closing(make_parts(unfinished, processes, counters)) as new_results,
+            contextlib.closing(make_shards(unfinished, processes, counters)) as new_results,
         ):
             for earlier in results:
                 result = earlier or next(new_results)
                 total.bad += result.bad
                 total.notes.update(result.notes)
-                shown = result.lines[: documents.SHOWN - len(total.lines)]
+                shown = result.lines[: documents.MAX_SHOWN - len(total.lines)]
                 total.lines += shown
-                for line in described_lines(shown):
+                for line in describe_lines(shown):
                     say(line)
                 if total.bad and not tasks[0].skip_bad_lines:
-                    more = f" (the first {documents.SHOWN} are shown)" if total.bad > documents.SHOWN else ""
+                    more = f" (the first {documents.MAX_SHOWN} are shown)" if total.bad > documents.MAX_SHOWN else ""
                     fix = "Repair the file, or leave such lines out with --skip-bad-lines."
                     raise PrepareError(f"{count_lines(total.bad)} in this part of the input{more}; nothing was written. {fix}")
     except BaseException:
@@ -567,12 +573,12 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
             note = f"{count} of {len(tasks)} parts are finished and kept in {folder}"
             say(f"{note}; the same command goes on from there")
         raise
-    for line in described_notes(total.notes):
+    for line in describe_notes(total.notes):
         say(line)
     return total.bad
 
 
-def described_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
+def describe_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
     """Return bad lines with their reasons. Lines of one place with the same reason are one entry."""
     numbers: dict[tuple[str, str], list[str]] = {}
     for path, number, reason in lines:
@@ -580,10 +586,10 @@ def described_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
     return [f"{path}:{', '.join(line_numbers)}: {reason}" for (path, reason), line_numbers in numbers.items()]
 
 
-def described_notes(notes: collections.Counter[str]) -> list[str]:
+def describe_notes(notes: collections.Counter[str]) -> list[str]:
     """Return lines with the numbers of rows and what of them is not used."""
-    lines = [f"{count:,} row{'s' * (count > 1)}: {note}" for note, count in notes.most_common(documents.SHOWN)]
-    more = len(notes) - documents.SHOWN
+    lines = [f"{count:,} row{'s' * (count > 1)}: {note}" for note, count in notes.most_common(documents.MAX_SHOWN)]
+    more = len(notes) - documents.MAX_SHOWN
     return lines + [f"... and {more} more notes on rows"] * (more > 0)
 
 
@@ -594,14 +600,14 @@ def count_lines(bad: int) -> str:
 SPAWN = multiprocessing.get_context("spawn")  # the parent has threads of the tokenizers package
 
 
-def make_parts(tasks: list[Task], processes: int, counters: Any) -> Generator[Report]:
-    """Yield the results of `make_part` in the order of the tasks. Up to `processes` parts are made at a time.
+def make_shards(tasks: list[Task], processes: int, counters: Any) -> Generator[Report]:
+    """Yield the results of `make_shard` in the order of the tasks. Up to `processes` parts are made at a time.
 
-    The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and PrepareFailed.
+    The processes end when the iterator ends or is closed. Raises the exceptions of `make_shard`, and PrepareFailed.
     """
     if processes <= 1:
         for task in tasks:
-            yield make_part(task, counters)
+            yield make_shard(task, counters)
         return
     closed, open_end = SPAWN.Pipe(duplex=False)
     pool = ProcessPoolExecutor(processes, SPAWN, _begin_worker, (counters, closed))
@@ -642,4 +648,4 @@ def _begin_worker(counters: Any, closed: Any) -> None:
 
 
 def _run_task(task: Task) -> Report:
-    return make_part(task, _counters)
+    return make_shard(task, _counters)

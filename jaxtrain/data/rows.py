@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.data.chat_template import THOUGHTS, ChatTemplate, Conversation, Part, RowError
+from jaxtrain.data.chat_template import THOUGHTS, ChatTemplate, Chunk, Conversation, RowError
 
 # Name of a role in data sets -> its name in templates. Other names are errors: a template may write the role between `<|` and
 # `|>`, so an arbitrary role could name any control token.
@@ -23,7 +23,7 @@ TEMPLATE_COLUMNS = (*SYSTEM, "tools", "chat_template_kwargs")
 # Keys of rows and of messages that other trainers read and jaxtrain does not -> what to do. Without these keys the model would
 # learn something else, so they are errors unless they are empty.
 TEXT_ALONE = "the models here read text alone. Fix: leave the row out"
-NOT_READ = {
+UNREAD_KEYS = {
     "function_call": "templates read newer forms. Fix: rename it to 'tool_calls', in its form",
     "functions": "templates read newer forms. Fix: rename it to 'tools', in its form",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), TEXT_ALONE),
@@ -43,7 +43,7 @@ LABELS = ("label", "kto_tag")  # whether the answer is a good one
 COLUMNS = {
     *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output", "history"),
     *("chosen", "rejected", "query", "question", "context"),
-    *(*TEMPLATE_COLUMNS, *NOT_READ, *ROW_COUNTS, *LABELS),
+    *(*TEMPLATE_COLUMNS, *UNREAD_KEYS, *ROW_COUNTS, *LABELS),
 }
 
 
@@ -62,7 +62,7 @@ class Piece:
     text: str
     num_bytes: int
     end: bool = True
-    parts: tuple[Part, ...] | None = None
+    chunks: tuple[Chunk, ...] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -87,11 +87,11 @@ class TextRows:
         texts = []
         for key in self.keys:
             if key not in row:
-                hint = ". A conversation is read with --chat" if form(row) else ""
+                hint = ". A conversation is read with --chat" if conversation_key(row) else ""
                 raise RowError(f"no key {key!r} (has: {shown_keys(row)}){hint}")
             texts.append(_check_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
-        return [Piece(text, len(text.encode()), notes=unread(row, self.keys))] if text else []
+        return [Piece(text, len(text.encode()), notes=note_unread(row, self.keys))] if text else []
 
 
 class ChatRows:
@@ -102,18 +102,18 @@ class ChatRows:
         self.loss = loss
 
     def columns(self, names: list[str]) -> list[str]:
-        if form(names) is None:
+        if conversation_key(names) is None:
             raise RowError(f"no conversation in its columns {', '.join(names)}. {FORMS}")
         return [name for name in names if name in COLUMNS]
 
     def pieces(self, row: dict[str, Any]) -> list[Piece]:
-        chat = conversation(row)
+        chat = parse_conversation(row)
         notes = (*chat.notes, *self.template.check(chat))
-        text, chunks = self.template.parts(chat, self.loss)
+        text, chunks = self.template.split_conversation(chat, self.loss)
         return [_make_piece(text, chunks, notes)]
 
 
-class PairRows:
+class PreferenceRows:
     """Rows of pairs: two completions of one prompt, `chosen` preferred to `rejected`.
 
     A pair has two documents, each the prompt with one completion. Only the completions count in the loss.
@@ -128,31 +128,31 @@ class PairRows:
         self.bos = bos
 
     def columns(self, names: list[str]) -> list[str]:
-        if not {*PAIR} <= {*names}:
+        if not {*PAIR_KEYS} <= {*names}:
             raise RowError(f"no pair in its columns {', '.join(names)}. {PAIRS}")
         return [name for name in names if name in COLUMNS]
 
     def pieces(self, row: dict[str, Any]) -> list[Piece]:
-        if any(row.get(key) is None for key in PAIR):
+        if any(row.get(key) is None for key in PAIR_KEYS):
             raise RowError(f"not a pair (has: {shown_keys(row)}). {PAIRS}")
         if self.template is None:
             (chosen, rejected), notes = self._texts(row)
         else:
-            chats = pair(row)
+            chats = parse_pair(row)
             notes = (*chats[0].notes, *(note for chat in chats for note in self.template.check(chat)))
-            chosen, rejected = (self.template.parts(chat, "assistant") for chat in chats)
+            chosen, rejected = (self.template.split_conversation(chat, "assistant") for chat in chats)
         if chosen[0] == rejected[0]:
             raise RowError("'chosen' and 'rejected' are the same")
         text = f"{chosen[0]}\0{rejected[0]}"
         return [_make_piece(text, chosen[1], tuple(dict.fromkeys(notes))), _make_piece(text, rejected[1])]
 
-    def _texts(self, row: dict[str, Any]) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
+    def _texts(self, row: dict[str, Any]) -> tuple[list[tuple[str, list[Chunk]]], tuple[str, ...]]:
         """Return (text, parts) of both members of a pair of texts, and notes."""
-        remaining = fields(row)
-        list_keys = [name for name in ("prompt", *PAIR) if isinstance(remaining.get(name), list | dict)]
-        if refused := [name for name in (*list_keys, *ASKING[1:], "history", *TEMPLATE_COLUMNS) if remaining.get(name)]:
+        remaining = non_null_fields(row)
+        list_keys = [name for name in ("prompt", *PAIR_KEYS) if isinstance(remaining.get(name), list | dict)]
+        if refused := [name for name in (*list_keys, *PROMPT_KEYS[1:], "history", *TEMPLATE_COLUMNS) if remaining.get(name)]:
             raise RowError(f"the row has {refused[0]!r}, which a chat template writes. Fix: give --chat too")
-        chosen, rejected = (_check_text(remaining.pop(name), repr(name)) for name in PAIR)
+        chosen, rejected = (_check_text(remaining.pop(name), repr(name)) for name in PAIR_KEYS)
         prompt = prompt_text = _check_text(remaining.pop("prompt", ""), "'prompt'")
         _refuse_other_questions(remaining, [_make_message("user", prompt_text)] if prompt_text else [])
         if not prompt:
@@ -167,18 +167,20 @@ class PairRows:
             raise RowError("the prompt is empty, and the first token of a text has nothing that predicts it")
         if not chosen.strip():
             raise RowError("'chosen' has no completion, and the model would learn to answer nothing. Fix: leave the row out")
-        begin = [*(Part("", control=token) for token in self.bos), Part(prompt)]
+        begin = [*(Chunk("", control=token) for token in self.bos), Chunk(prompt)]
         position = "inner" if prompt else "start"
-        members = [(prompt + text, [*begin, Part(text, loss=True, place=position)]) for text in (chosen, rejected)]
+        members = [(prompt + text, [*begin, Chunk(text, loss=True, position=position)]) for text in (chosen, rejected)]
         return members, (*notes, *_unread_notes(remaining))
 
 
-def _make_piece(text: str, chunks: Sequence[Part], notes: tuple[str, ...] = ()) -> Piece:
-    return Piece(text, sum(len(chunk.text.encode()) for chunk in chunks if chunk.control < 0), parts=tuple(chunks), notes=notes)
+def _make_piece(text: str, chunks: Sequence[Chunk], notes: tuple[str, ...] = ()) -> Piece:
+    return Piece(
+        text, sum(len(chunk.text.encode()) for chunk in chunks if chunk.control < 0), chunks=tuple(chunks), notes=notes
+    )
 
 
-Rows = TextRows | ChatRows | PairRows
-PAIR = ("chosen", "rejected")
+Rows = TextRows | ChatRows | PreferenceRows
+PAIR_KEYS = ("chosen", "rejected")
 PAIRS = (
     "A pair is `prompt`, `chosen` and `rejected`, texts or lists of messages; or `chosen` and `rejected` alone, which then "
     "begin with the same prompt"
@@ -188,12 +190,12 @@ FORMS = (
     "`instruction` (with `input`) and `output`"
 )
 ANSWERS = {"completion": "prompt", "response": "prompt", "output": "instruction"}  # key of an answer -> that of its question
-ASKING = ("prompt", "messages", "conversations", "instruction")  # keys with the question of a pair
+PROMPT_KEYS = ("prompt", "messages", "conversations", "instruction")  # keys with the question of a pair
 # Keys with the question of a row that has none under the keys of its form, or with more of it.
 QUESTIONS = ("question", "query", "input", "context", "instruction")
 REPEATED = "the answers begin with the text of the prompt, and are learnt as they stand"
 Message = dict[str, Any]
-PART = {"type", "text"}  # keys of a part of a text
+TEXT_PART_KEYS = {"type", "text"}  # keys of a part of a text
 
 
 # Characters of scripts without spaces between words, and their punctuation: text may be cut after any of them.
@@ -224,20 +226,20 @@ def _shared_beginning(chosen: str, rejected: str) -> str:
 # ---- Conversations: messages of a prompt, and one completion or two
 
 
-def form(names: Container[str]) -> str | None:
+def conversation_key(names: Container[str]) -> str | None:
     """Return the key that decides how a row's conversation is read; None if the keys `names` have no form of FORMS."""
     list_keys = [key for key in ("messages", "conversations") if key in names]
     answer_keys = [answer for answer, question in ANSWERS.items() if question in names and answer in names]
     return next(iter([*list_keys, *answer_keys]), None)
 
 
-def conversation(row: Mapping[str, Any]) -> Conversation:
+def parse_conversation(row: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a row in any form of FORMS. Raises RowError.
 
     If prompt and completion are both lists of messages, only the completion counts in the loss.
     """
-    remaining, prompt, notes = fields(row), [], ()
-    kind = form(remaining)
+    remaining, prompt, notes = non_null_fields(row), [], ()
+    kind = conversation_key(remaining)
     if kind is None:
         raise RowError(f"not a conversation (has: {shown_keys(row)}). {FORMS}")
     both_lists = kind in ANSWERS and isinstance(remaining.get("prompt"), list) and isinstance(remaining[kind], list)
@@ -256,11 +258,11 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
     return chat if both_lists else dataclasses.replace(chat, prompt=0)
 
 
-def pair(row: Mapping[str, Any]) -> list[Conversation]:
+def parse_pair(row: Mapping[str, Any]) -> list[Conversation]:
     """Return the conversations of a row with `chosen` and `rejected`. Raises RowError."""
-    remaining = fields(row)
-    value, question_key = remaining.get("prompt"), next((key for key in ASKING if key in remaining), None)
-    answers = {key: _to_messages(remaining.pop(key, None), key, "assistant") for key in PAIR}
+    remaining = non_null_fields(row)
+    value, question_key = remaining.get("prompt"), next((key for key in PROMPT_KEYS if key in remaining), None)
+    answers = {key: _to_messages(remaining.pop(key, None), key, "assistant") for key in PAIR_KEYS}
     if all(messages and messages[0]["role"] != "assistant" for messages in answers.values()) and not isinstance(value, list):
         prompt, *completions = _shared_messages(*answers.values())
         if isinstance(value, str) and not any(message["content"].strip() == value.strip() for message in prompt):
@@ -397,18 +399,18 @@ def _notes_on(messages: list[Message]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
+def parse_question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     """Return (a row's conversation up to its last answer, that answer). The answer is "" if the row ends with a question.
 
     A row may also have a `prompt` alone, as text or messages, or be a pair: then the chosen answer is the reference. Raises
     RowError.
     """
-    if {*PAIR} <= row.keys():
-        chat = pair(row)[0]
-    elif form(row) is None and row.get("prompt"):
-        chat = conversation({**row, "messages": _to_messages(row["prompt"], "prompt", "user")})
+    if {*PAIR_KEYS} <= row.keys():
+        chat = parse_pair(row)[0]
+    elif conversation_key(row) is None and row.get("prompt"):
+        chat = parse_conversation({**row, "messages": _to_messages(row["prompt"], "prompt", "user")})
     else:
-        chat = conversation(row)
+        chat = parse_conversation(row)
     last = chat.messages[-1]
     if last["role"] != "assistant":
         return chat, ""
@@ -421,7 +423,7 @@ def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
 # ---- The values of a row
 
 
-def fields(row: Mapping[str, Any]) -> dict[str, Any]:
+def non_null_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a row that are not null. Those that are read are removed, and `_unread_notes` notes the others."""
     return {key: value for key, value in row.items() if value is not None}
 
@@ -438,7 +440,7 @@ def _unread_notes(remaining: Mapping[str, Any]) -> tuple[str, ...]:
                 raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
         if key in LABELS and value is False:
             raise RowError(f"the row has {key!r} = {value!r}, so its answer is a bad one. Fix: leave the row out")
-    return unread(remaining)
+    return note_unread(remaining)
 
 
 def is_empty(value: Any) -> bool:
@@ -448,7 +450,7 @@ def is_empty(value: Any) -> bool:
     return value is None or value in ("", {})
 
 
-def unread(values: Mapping[str, Any], read: Container[str] = ()) -> tuple[str, ...]:
+def note_unread(values: Mapping[str, Any], read: Container[str] = ()) -> tuple[str, ...]:
     """Return a note on each value that says something, and whose key is not read."""
     return tuple([f"not read: {key!r}" for key, value in values.items() if key not in read and not is_empty(value)])
 
@@ -458,8 +460,8 @@ def shown_keys(row: Mapping[str, Any]) -> str:
 
 
 def _refuse_unread(key: str, value: Any, label: str) -> None:
-    if key in NOT_READ and value and not is_empty(value):
-        raise RowError(f"{label} has {key!r}, which is not read: {NOT_READ[key]}")
+    if key in UNREAD_KEYS and value and not is_empty(value):
+        raise RowError(f"{label} has {key!r}, which is not read: {UNREAD_KEYS[key]}")
 
 
 def _history(remaining: dict[str, Any]) -> list[Message]:
@@ -480,7 +482,9 @@ def _to_messages(value: Any, key: str, role: str) -> list[Message]:
     """Return the messages of a value: a text of `role`, a message, or a list of messages or of parts of a text."""
     if isinstance(value, dict):
         value = [value]
-    is_parts = isinstance(value, list) and value and all(isinstance(x, dict) and {"text"} <= x.keys() <= PART for x in value)
+    is_parts = (
+        isinstance(value, list) and value and all(isinstance(x, dict) and {"text"} <= x.keys() <= TEXT_PART_KEYS for x in value)
+    )
     return (
         _messages(value, key) if isinstance(value, list) and not is_parts else [_make_message(role, _content(value, repr(key)))]
     )
@@ -490,12 +494,12 @@ def _template_columns(remaining: dict[str, Any]) -> tuple[list[Any] | None, dict
     """Return (`tools`, `chat_template_kwargs`, notes) of a row. Each may be JSON text in the row. Raises RowError."""
     tools, variables = (_parse_json(remaining.pop(key, None) or None, repr(key)) for key in ("tools", "chat_template_kwargs"))
     if not isinstance(tools, list | None):
-        raise RowError(f"'tools' is {kind_of(tools)}, not a list of functions")
+        raise RowError(f"'tools' is {json_type(tools)}, not a list of functions")
     for i, tool in enumerate(tools or (), 1):
         if not isinstance(tool, dict):
-            raise RowError(f"tool {i} of 'tools' is {kind_of(tool)}, not the description of a function")
+            raise RowError(f"tool {i} of 'tools' is {json_type(tool)}, not the description of a function")
     if not isinstance(variables, dict | None):
-        raise RowError(f"'chat_template_kwargs' is {kind_of(variables)}, not an object")
+        raise RowError(f"'chat_template_kwargs' is {json_type(variables)}, not an object")
     descriptions = [_drop_null_properties(tool) for tool in tools or ()]
     notes = ("null properties of tools, which data sets add to rows, read as absent",) * (descriptions != (tools or []))
     return descriptions or None, variables or {}, notes
@@ -510,7 +514,7 @@ def _drop_null_properties(value: Any) -> Any:
     return [_drop_null_properties(x) for x in value] if isinstance(value, list) else value
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON (`object_pairs_hook`). Raises ValueError for a key that it has twice: Python drops the first."""
     result = dict(pairs)
     if len(result) < len(pairs):
@@ -522,7 +526,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def load_json(text: str) -> Any:
     """Return the value of a JSON text. Raises RowError for text that is not JSON, or has a key twice in an object."""
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except json.JSONDecodeError as e:
         raise RowError(f"{e.msg}, column {e.colno}") from e
     except RecursionError as e:
@@ -545,15 +549,15 @@ def _make_message(role: str, content: str) -> Message:
 
 def _messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list):
-        raise RowError(f"{key!r} is {kind_of(value)}, not a list of messages")
+        raise RowError(f"{key!r} is {json_type(value)}, not a list of messages")
     return [_message(item, f"message {i} of {key!r}") for i, item in enumerate(value, 1)]
 
 
 def _message(raw: Any, label: str) -> Message:
     """Return a message in the form of templates. Raises RowError."""
     if not isinstance(raw, dict):
-        raise RowError(f"{label} is {kind_of(raw)}, not an object")
-    item = fields(raw)
+        raise RowError(f"{label} is {json_type(raw)}, not an object")
+    item = non_null_fields(raw)
     for key, value in item.items():
         _refuse_unread(key, value, label)
     role, content = ("role", "content") if "role" in item else ("from", "value")
@@ -572,7 +576,7 @@ def _message(raw: Any, label: str) -> Message:
     message |= {key: text for text in thoughts for key in THOUGHTS[:2]}
     if calls:
         if not isinstance(calls, list):
-            raise RowError(f"'tool_calls' of {label} is {kind_of(calls)}, not a list of calls")
+            raise RowError(f"'tool_calls' of {label} is {json_type(calls)}, not a list of calls")
         message["tool_calls"] = [_tool_call(call, label) for call in calls]
     counts = {key: item.pop(key) for key in COUNTS if key in item}
     for key, value in counts.items():
@@ -592,9 +596,9 @@ def _content(value: Any, label: str) -> str:
         return _check_text(value, label)
     texts = []
     for i, item in enumerate(value, 1):
-        item = fields(item) if isinstance(item, dict) else item
-        if not isinstance(item, dict) or item.get("type", "text") != "text" or item.keys() - PART:
-            has = f"{kind_of(item)}, not an object"
+        item = non_null_fields(item) if isinstance(item, dict) else item
+        if not isinstance(item, dict) or item.get("type", "text") != "text" or item.keys() - TEXT_PART_KEYS:
+            has = f"{json_type(item)}, not an object"
             if isinstance(item, dict):
                 has = f"of the type {item.get('type', 'text')!r} with {', '.join(map(repr, item)) or 'nothing'}"
             fix = 'Fix: give {"type": "text", "text": ...}, or leave the row out'
@@ -612,16 +616,16 @@ def _tool_call(call: Any, label: str) -> dict[str, Any]:
         raise RowError(f"{label} has a tool call without 'arguments'. Fix: give {{}} for a function that takes none")
     arguments = _parse_json(function["arguments"] or {}, f"the arguments of a tool call of {label}")
     if not isinstance(arguments, dict):
-        raise RowError(f"the arguments of a tool call of {label} are {kind_of(arguments)}, not an object")
-    call_fields = fields(call) if function is not call else {}
-    function_fields = {key: x for key, x in fields(function).items() if key not in ("id", "type")}
+        raise RowError(f"the arguments of a tool call of {label} are {json_type(arguments)}, not an object")
+    call_fields = non_null_fields(call) if function is not call else {}
+    function_fields = {key: x for key, x in non_null_fields(function).items() if key not in ("id", "type")}
     ids = {
         key: _check_text(call[key], f"{key!r} of a tool call of {label}") for key in ("id", "type") if call.get(key) is not None
     }
     return {"type": "function", **call_fields, **ids, "function": {**function_fields, "arguments": arguments}}
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """Return the JSON type of a value in words, or the name of its Python type if JSON has no such type."""
     if value is None:
         return "null"
@@ -631,7 +635,7 @@ def kind_of(value: Any) -> str:
 
 def _check_text(value: Any, label: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{label} is {kind_of(value)}, not text")
+        raise RowError(f"{label} is {json_type(value)}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as e:

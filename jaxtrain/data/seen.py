@@ -22,9 +22,9 @@ from jaxtrain.data.windows import FileWindows, PackedRows, open_windows
 CHUNK = 1 << 24  # tokens of a file that are in memory at a time
 ROWS = 1 << 20  # rows of a source whose sequences are computed at a time
 NGRAM = 13  # tokens of an n-gram, as in Brown et al. 2020 (arXiv:2005.14165), appendix C
-MOST = 0.8  # fraction of a document's n-grams from which on most of the document counts as seen
+SEEN_FRACTION = 0.8  # fraction of a document's n-grams from which on most of the document counts as seen
 EDGE = 4  # tokens around the inner tokens of a text that may belong to it
-PLACES = 1000  # places of a text that are looked up
+MAX_OCCURRENCES = 1000  # places of a text that are looked up
 BITS = 24  # of the filter before the search for an n-gram
 LOW = np.uint64((1 << BITS) - 1)
 
@@ -36,7 +36,7 @@ class SeenError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class DataStretch:
     """Steps of a run over which its settings of data were constant.
 
     Attributes:
@@ -62,7 +62,7 @@ class Stretch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class BatchRow:
     """A row of a step's batch: a sequence of a source. `spans`: (document, first, last) of each part of a document in it."""
 
     row: int
@@ -83,7 +83,7 @@ class Skipped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class SequenceReading:
     """A step that reads a sequence, `row` of its batch, in the source's epoch `epoch`, from 1."""
 
     step: int
@@ -100,7 +100,7 @@ class History:
       sources: the sources of the run's mixtures, by number: `name`, `path`, `content_sha256`.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], mixture: Mixture, done: int, skipped: Sequence[Skipped] = ()):
+    def __init__(self, stretches: Sequence[DataStretch], mixture: Mixture, done: int, skipped: Sequence[Skipped] = ()):
         self.stretches, self.done, self.skipped = stretches, done, skipped
         self._mixture = mixture
         self.sources = mixture.sources
@@ -146,25 +146,25 @@ class History:
             self._windows[source, data] = open_windows(self.file(source), data.seq_len, max_segments, data.seed, data.packing)
         return self._windows[source, data]
 
-    def _mixture_of(self, stretch: Stretch) -> Mixture:
+    def _mixture_of(self, stretch: DataStretch) -> Mixture:
         """Return the mixture with rows of the stretch's length, without phases that begin after it."""
         mixture = Mixture(self.sources, (), stretch.data.seq_len)
         mixture.sources, mixture.phases = self.sources, [phase for phase in self._mixture.phases if phase.step < stretch.last]
         return mixture
 
-    def step(self, step: int) -> list[Row]:
+    def step(self, step: int) -> list[BatchRow]:
         """Return the rows of a step's batch. Raises SeenError if the run has no such step, or a file is gone."""
         stretch = self.stretch_of(step)
         return self.rows(stretch, stretch.rows(step))
 
-    def stretch_of(self, step: int) -> Stretch:
+    def stretch_of(self, step: int) -> DataStretch:
         """Return the stretch of a step. Raises SeenError if the run has no such step."""
         stretch = next((each for each in self.stretches if each.first <= step <= each.last), None)
         if stretch is None:
             raise SeenError(f"--step = {step}: the run has steps 1 to {self.stretches[-1].last}")
         return stretch
 
-    def rows(self, stretch: Stretch, index_R: np.ndarray) -> list[Row]:
+    def rows(self, stretch: DataStretch, index_R: np.ndarray) -> list[BatchRow]:
         """Return the rows with these global indices, of the length that rows have in a stretch."""
         source_R, within_R = self._mixture_of(stretch).sources_of(index_R)
         rows = []
@@ -174,10 +174,10 @@ class History:
             spans = windows.spans(number)
             documents = np.searchsorted(windows.file.doc_offsets[:], [first for first, _ in spans], "right") - 1
             document_spans = [(document, *span) for document, span in zip(documents.tolist(), spans, strict=True)]
-            rows.append(Row(row, source, number, within // windows.windows + 1, document_spans))
+            rows.append(BatchRow(row, source, number, within // windows.windows + 1, document_spans))
         return rows
 
-    def _read_rows(self, stretch: Stretch, source: int, until: int) -> range:
+    def _read_rows(self, stretch: DataStretch, source: int, until: int) -> range:
         """Return the rows of a source, counted from the run's start, that the stretch's steps up to `until` read or skip."""
         last = min(stretch.last, until)
         if last < stretch.first:
@@ -187,12 +187,12 @@ class History:
         before = mixture.phase_of(first).read_before(first, T)[source]
         return range(before // T, mixture.phase_of(end - 1).read_before(end, T)[source] // T)
 
-    def work(self, source: int, until: int | None = None) -> int:
-        """Return the number of rows of a source that `when`, or `covered` with `until`, goes through."""
+    def count_rows(self, source: int, until: int | None = None) -> int:
+        """Return the number of rows of a source that `find_readings`, or `read_ranges` with `until`, goes through."""
         return sum(len(self._read_rows(each, source, each.last if until is None else until)) for each in self.stretches)
 
     def _sequence_numbers(
-        self, stretch: Stretch, source: int, until: int, progress: Progress
+        self, stretch: DataStretch, source: int, until: int, progress: Progress
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (rows of a source, their sequences) that the stretch's steps up to `until` read, ROWS at a time."""
         windows, mixture = self._open(source, stretch.data), self._mixture_of(stretch)
@@ -206,12 +206,14 @@ class History:
             yield within, window_numbers(stretch.data.seed, source, windows.windows, within)
             progress(len(within))
 
-    def when(self, source: int, ranges: Sequence[tuple[int, int]], progress: Progress = lambda n: None) -> list[list[Reading]]:
+    def find_readings(
+        self, source: int, ranges: Sequence[tuple[int, int]], progress: Progress = lambda n: None
+    ) -> list[list[SequenceReading]]:
         """Return when the run reads each of the places (first, last) in a source's file, past steps and future ones, in order.
 
         A place is read with any of its tokens first..last-1.
         """
-        readings: list[list[Reading]] = [[] for _ in ranges]
+        readings: list[list[SequenceReading]] = [[] for _ in ranges]
         for stretch in self.stretches if ranges else ():
             windows, mixture = self._open(source, stretch.data), self._mixture_of(stretch)
             number_sets = [set(windows.numbers_of(*token_range).tolist()) for token_range in ranges]
@@ -222,13 +224,15 @@ class History:
                 for within, number in zip(within_R[hit_R].tolist(), number_R[hit_R].tolist(), strict=True):
                     row = mixture.row_of(source, within, *limits)
                     step = stretch.step_of(row)
-                    reading = Reading(step, int(np.searchsorted(stretch.rows(step), row)), within // windows.windows + 1)
+                    reading = SequenceReading(
+                        step, int(np.searchsorted(stretch.rows(step), row)), within // windows.windows + 1
+                    )
                     for range_readings, numbers in zip(readings, number_sets, strict=True):
                         if number in numbers:
                             range_readings.append(reading)
         return [sorted(range_readings, key=lambda reading: (reading.step, reading.row)) for range_readings in readings]
 
-    def covered(self, source: int, until: int, progress: Progress = lambda n: None) -> tuple[np.ndarray, np.ndarray]:
+    def read_ranges(self, source: int, until: int, progress: Progress = lambda n: None) -> tuple[np.ndarray, np.ndarray]:
         """Return (first, last) of the ranges of a source's tokens that steps 1 to `until` read, ascending and not adjacent."""
         begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for stretch in self.stretches:
@@ -251,8 +255,12 @@ class History:
         return begin[new], end[np.append(new[1:], True)[: len(end)]]
 
 
-def places(file: TokenFile, tokenizer: Tokenizer, text: str, progress: Progress = lambda n: None) -> list[tuple[int, int]]:
-    """Return (first, last) of the tokens of each place of a text in a file, the first PLACES of them. Places do not overlap.
+def find_occurrences(
+    file: TokenFile, tokenizer: Tokenizer, text: str, progress: Progress = lambda n: None
+) -> list[tuple[int, int]]:
+    """Return (first, last) of the tokens of each place of a text in a file, the first MAX_OCCURRENCES of them.
+
+    Places do not overlap.
 
     A place is found by its inner tokens: those at the ends of the text may be part of tokens that go beyond it. A text of few
     tokens is found only where it has the tokens that the text has by itself, or after a space.
@@ -282,7 +290,7 @@ def places(file: TokenFile, tokenizer: Tokenizer, text: str, progress: Progress 
                 low += 1
             end = origin + min(high, len(chunk))
             spans.append((origin + low, end))
-            if len(spans) == PLACES:
+            if len(spans) == MAX_OCCURRENCES:
                 return spans
         progress(min(CHUNK, file.header["tokens"] - start))
     return spans
@@ -300,10 +308,10 @@ class Overlap:
 
     exact_D: np.ndarray
     ngrams_D: np.ndarray
-    n: int
+    ngram: int
 
 
-def overlap(
+def measure_overlap(
     history: History, held_out: TokenFile, until: int, ngram: int = NGRAM, progress: Progress = lambda n: None
 ) -> Overlap:
     """Compare the documents of a held-out file, which fit into memory, with the tokens that steps 1 to `until` read.
@@ -329,7 +337,7 @@ def overlap(
     likely[held_out_grams & LOW] = True
     hit, equal = np.zeros(len(held_out_grams) + 1, bool), np.zeros(len(held_out_hashes) + 1, bool)
     for k in range(len(history.sources)):
-        file, ranges = history.file(k), history.covered(k, until, progress)
+        file, ranges = history.file(k), history.read_ranges(k, until, progress)
         for chunk, bounds, read in _read_pieces(file, *ranges, ngram, progress):
             chunk_grams = _ngram_hashes(chunk, ngram)
             chunk_grams = chunk_grams[(read[ngram:] - read[:-ngram] == ngram) & likely[chunk_grams & LOW]]

@@ -15,7 +15,7 @@ PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 ROW_TOKENS = 1 << 20  # tokens of the rows that are built at a time
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -23,13 +23,13 @@ def describe(path: Path, header: dict) -> str:
     tokenizer = header["tokenizer"]
     pairs = " in pairs" if header["made"].get(tokenfile.PAIRS) else ""
     return (
-        f"{path}: {counted(header['tokens'], 'token')} ({header['dtype'].replace('<u2', 'uint16').replace('<u4', 'uint32')}), "
-        f"{counted(header['documents'], 'document')}{pairs}, {header['source_bytes']:,} bytes of text, "
+        f"{path}: {plural(header['tokens'], 'token')} ({header['dtype'].replace('<u2', 'uint16').replace('<u4', 'uint32')}), "
+        f"{plural(header['documents'], 'document')}{pairs}, {header['source_bytes']:,} bytes of text, "
         f"tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids, sha256 {tokenizer['sha256'][:12]})"
     )
 
 
-def counted_tokens(header: dict) -> str:
+def describe_loss_tokens(header: dict) -> str:
     tokens = header["loss"]["tokens"]
     return f"{tokens:,} tokens ({tokens / max(1, header['tokens']):.2%}) count in the loss"
 
@@ -62,7 +62,7 @@ def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) ->
         yield f"conversations cut to fit {seq_len + 1:,} tokens: {lost}"
 
 
-def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
+def render_tokens(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokenizers.Tokenizer | None) -> str:
     """Return tokens first..last-1 as text, as ids if `tokenizer` is None. ⟦ and ⟧ enclose tokens that the loss leaves out."""
 
     def decode(ids: np.ndarray) -> str:
@@ -78,7 +78,7 @@ def written(file: tokenfile.TokenFile, first: int, last: int, tokenizer: tokeniz
     return "".join(text if counts else f"⟦{text}⟧" for text, counts in texts)
 
 
-def tokenizer_of(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None, str]:
+def load_file_tokenizer(file: tokenfile.TokenFile) -> tuple[tokenizers.Tokenizer | None, str]:
     """Return (tokenizer that made the file, ""), or (None, the reason) if the tokenizer cannot be loaded or has changed."""
     recorded = file.header["tokenizer"]
     try:
@@ -94,10 +94,10 @@ def show_document(file: tokenfile.TokenFile, i: int, tokenizer: tokenizers.Token
     first, last = int(file.doc_offsets[i]), int(file.doc_offsets[i + 1])
     pair = f", {('chosen', 'rejected')[i % 2]} of pair {i // 2}" if file.pairs else ""
     print(f"--- document {i}{pair}: tokens {first:,} to {last:,}")
-    print(written(file, first, min(last, first + 200), tokenizer))
+    print(render_tokens(file, first, min(last, first + 200), tokenizer))
 
 
-def show(path: Path, documents: int = 2, seq_len: int = 0, max_segments: int = 0) -> None:
+def show_file(path: Path, documents: int = 2, seq_len: int = 0, max_segments: int = 0) -> None:
     """Print figures and the first documents of a token file.
 
     Args:
@@ -116,14 +116,14 @@ def show(path: Path, documents: int = 2, seq_len: int = 0, max_segments: int = 0
     print(describe(path, file.header))
     print("made from: " + ", ".join(file.header["sources"]))
     if file.header["loss"]:
-        print(f"{counted_tokens(file.header)}; the others are shown between ⟦ and ⟧")
+        print(f"{describe_loss_tokens(file.header)}; the others are shown between ⟦ and ⟧")
     if count := file.header["documents"]:
         sizes = np.percentile(np.diff(file.doc_offsets[:]), PERCENTILES, method="inverted_cdf").tolist()
         shown = ", ".join(f"{p}%: {size:,}" for p, size in zip(PERCENTILES, sizes, strict=True))
         print(f"document length in tokens: mean {file.header['tokens'] / count:,.1f}; percentiles {shown}")
     if seq_len:
         print(*rows_in_words(file, seq_len, Data(max_segments=max_segments).most_documents), sep="\n")
-    tokenizer, note = tokenizer_of(file)
+    tokenizer, note = load_file_tokenizer(file)
     if note:
         print(note)
     if chat := file.header["made"].get("chat"):

@@ -35,7 +35,7 @@ def is_validation(relative: str) -> bool:
     return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4]) < VALIDATION * 2**32
 
 
-def paths(data_dir: Path | str) -> tuple[Path, Path]:
+def token_file_paths(data_dir: Path | str) -> tuple[Path, Path]:
     """Return the paths of the files of `stdlib_files`, which may not exist yet."""
     listing = [(relative, path.stat().st_size) for relative, path in list_files()]
     recipe = (platform.python_version(), VALIDATION, tokenfile.VERSION, listing)
@@ -50,7 +50,7 @@ def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
     A file's name has a fingerprint of the Python version, the file format, and the names and sizes of the modules. Several
     processes may make a file at the same time: each writes a temporary file, and the first complete one gets the name.
     """
-    train, validation = paths(data_dir)
+    train, validation = token_file_paths(data_dir)
     files = list_files()
     for out, wanted in ((train, False), (validation, True)):
         if not out.exists():
@@ -62,7 +62,9 @@ def stdlib_files(data_dir: Path | str) -> tuple[Path, Path]:
 def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
     byte = tokenizers.ByteTokenizer()
     sources = [f"python {platform.python_version()} standard library, {len(files)} files"]
-    with TokenWriter(out, tokenizers.info(byte), suffix=f".partial.{secrets.token_hex(4)}", sources=sources) as writer:
+    with TokenWriter(
+        out, tokenizers.tokenizer_info(byte), suffix=f".partial.{secrets.token_hex(4)}", sources=sources
+    ) as writer:
         for _, path in files:
             # A few modules are Latin-1 by their coding line. Their bytes that are not UTF-8 become U+FFFD.
             text = path.read_bytes().decode(errors="replace")

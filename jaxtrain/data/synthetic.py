@@ -35,7 +35,7 @@ class Synthetic:
         self.documents = max(1, min(DOCUMENTS, max_segments, self.length // 8))
 
     def rows(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, None]:
-        """Return a `windows.Read`: tokens (R, T+1), then row and column of each start of a later document in a row.
+        """Return a `windows.RowArrays`: tokens (R, T+1), then row and column of each start of a later document in a row.
 
         The last two fields are None, because every target counts in the loss and no row has padding.
         """

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.chat_template import ChatTemplate, own_template
-from jaxtrain.data.tokenizer import ControlToken, Tokenizer, ids_in, model_eos, read_json, special_tokens
+from jaxtrain.data.chat_template import ChatTemplate, tokenizer_template
+from jaxtrain.data.tokenizer import ControlToken, Tokenizer, model_eos, read_json, special_tokens, to_ids
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 GENERATION = "generation_config.json"
@@ -47,7 +47,7 @@ class TextFormat:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
         """Return the format that `record` has returned as JSON."""
         fields: dict[str, Any] = {**record, "taught": tuple(record["taught"]), "eos": tuple(record["eos"])}
         return cls(**fields)
@@ -61,23 +61,23 @@ class TextFormat:
         """Return the ids that end a generated text."""
         return tuple(dict.fromkeys([*([] if self.eot is None else [self.eot]), *self.taught, *self.eos]))
 
-    def named(self, tokenizer: Tokenizer) -> Self:
+    def with_names(self, tokenizer: Tokenizer) -> Self:
         """Return the format with the texts of its tokens. tokenizer: the one whose ids these are."""
-        ids = [*self.stops, *(i for value in self.special.values() for i in ids_in(value))]
-        ids += ids_in((self.generation or {}).get("eos_token_id"))
+        ids = [*self.stops, *(i for value in self.special.values() for i in to_ids(value))]
+        ids += to_ids((self.generation or {}).get("eos_token_id"))
         texts = {str(i): tokenizer.text_of(i) for i in ids}
         return dataclasses.replace(self, names={i: text for i, text in texts.items() if text})
 
-    def translated(self, tokenizer: Tokenizer) -> Self:
+    def translate(self, tokenizer: Tokenizer) -> Self:
         """Return the format with the ids of another tokenizer: those of the tokens with the same text. Other ids are left out.
 
         A format without a tokenizer, as of a folder that has none, keeps its ids.
         """
         if self.tokenizer_sha256 in ("", tokenizer.sha256):
-            return dataclasses.replace(self, tokenizer_sha256=tokenizer.sha256).named(tokenizer)
+            return dataclasses.replace(self, tokenizer_sha256=tokenizer.sha256).with_names(tokenizer)
 
         def translate_ids(value: Any) -> Any:
-            new_ids = [tokenizer.id_of(self.names.get(str(i), "")) for i in ids_in(value)]
+            new_ids = [tokenizer.id_of(self.names.get(str(i), "")) for i in to_ids(value)]
             known_ids = [i for i in new_ids if i is not None]
             return (known_ids or None) if isinstance(value, list) else known_ids[0] if known_ids else None
 
@@ -93,9 +93,9 @@ class TextFormat:
             special=translate_fields(self.special),
             generation=None if self.generation is None else translate_fields(self.generation),
         )
-        return result.named(tokenizer)
+        return result.with_names(tokenizer)
 
-    def lost(self, tokenizer: Tokenizer) -> list[str]:
+    def lost_tokens(self, tokenizer: Tokenizer) -> list[str]:
         """Return the tokens that end texts, and that another tokenizer does not have."""
         if self.tokenizer_sha256 in ("", tokenizer.sha256):
             return []
@@ -122,19 +122,19 @@ class TextFormat:
         if self.generation is None:
             return {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}}
         eos = self.generation.get("eos_token_id")
-        new_eos = self._with_taught(eos if ids_in(eos) else self.special.get("eos_token_id"))
-        return {**self.generation} if set(self.taught) <= set(ids_in(eos)) else {**self.generation, "eos_token_id": new_eos}
+        new_eos = self._with_taught(eos if to_ids(eos) else self.special.get("eos_token_id"))
+        return {**self.generation} if set(self.taught) <= set(to_ids(eos)) else {**self.generation, "eos_token_id": new_eos}
 
     def _with_taught(self, eos: Any) -> Any:
         """Return an eos_token_id that includes the ids that were taught: unchanged if it does, else a number or a list."""
-        ids = ids_in(eos)
+        ids = to_ids(eos)
         added = [each for each in self.taught if each not in ids]
         if not added:
             return eos
         return [*ids, *added] if len(ids) + len(added) > 1 else added[0]
 
 
-def of_files(spec: str) -> TextFormat:
+def read_text_format(spec: str) -> TextFormat:
     """Return the text format of a tokenizer's files, and of config.json and generation_config.json beside them.
 
     Of a folder without a tokenizer.json only the ids are read. Reads only files on this machine. Raises TokenizerError if a
@@ -148,7 +148,7 @@ def of_files(spec: str) -> TextFormat:
     if tokenizers.is_bare(spec):
         return dataclasses.replace(text_format, eos=tuple(model_eos(spec, lambda text: None, offline=True)))
     tokenizer = tokenizers.load_tokenizer(spec)
-    name, source = own_template(spec, offline=True)
+    name, source = tokenizer_template(spec, offline=True)
     return dataclasses.replace(
         text_format,
         tokenizer_sha256=tokenizer.sha256,
@@ -157,10 +157,10 @@ def of_files(spec: str) -> TextFormat:
         template=source,
         template_name=name if source else "",
         tokens=special_tokens(spec, offline=True),
-    ).named(tokenizer)
+    ).with_names(tokenizer)
 
 
-def of_token_files(headers: Sequence[Mapping[str, Any]]) -> TextFormat:
+def format_from_headers(headers: Sequence[Mapping[str, Any]]) -> TextFormat:
     """Return the text format of token files' data. headers: of all files; the template is that of the first that has one."""
     first, taught = headers[0]["tokenizer"], []
     for header in headers:
@@ -178,7 +178,7 @@ def other_templates(headers: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(chat["name"] for chat in chats if chat["template"] != chats[0]["template"]))
 
 
-def merge(data: TextFormat, tokenizer: Tokenizer | None, *models: TextFormat) -> TextFormat:
+def merge_formats(data: TextFormat, tokenizer: Tokenizer | None, *models: TextFormat) -> TextFormat:
     """Return the text format of a run.
 
     Args:
@@ -191,26 +191,26 @@ def merge(data: TextFormat, tokenizer: Tokenizer | None, *models: TextFormat) ->
     for model in models:
         if tokenizer is None and model.tokenizer_sha256 != data.tokenizer_sha256:
             continue
-        translated = model.translated(tokenizer) if tokenizer else model
+        translated = model.translate(tokenizer) if tokenizer else model
         changes: dict[str, Any] = {"taught": _union(out.taught, translated.taught), "eos": _union(out.eos, translated.eos)}
         changes |= {"special": out.special or translated.special, "generation": out.generation or translated.generation}
         changes["names"] = {**translated.names, **out.names}
         if not out.template:
             changes |= {"template": translated.template, "template_name": translated.template_name, "tokens": translated.tokens}
         out = dataclasses.replace(out, **changes)
-    return out.named(tokenizer) if tokenizer else out
+    return out.with_names(tokenizer) if tokenizer else out
 
 
 def _union(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*first, *second]))
 
 
-def is_here(spec: str) -> bool:
+def is_local(spec: str) -> bool:
     """Return whether a tokenizer's definition is on this machine."""
     return spec == "byte" or tokenizers.find_file(spec, offline=True) is not None
 
 
-def load(text: TextFormat, spec: str) -> tuple[Tokenizer, TextFormat]:
+def load_with_tokenizer(text: TextFormat, spec: str) -> tuple[Tokenizer, TextFormat]:
     """Return (tokenizer, text format) to generate text with.
 
     Args:
@@ -222,12 +222,12 @@ def load(text: TextFormat, spec: str) -> tuple[Tokenizer, TextFormat]:
     """
     tokenizer = tokenizers.load_tokenizer(spec)
     if tokenizer.sha256 != text.tokenizer_sha256:
-        text = merge(text.translated(tokenizer), tokenizer, of_files(spec))
+        text = merge_formats(text.translate(tokenizer), tokenizer, read_text_format(spec))
         text = text if text.eot is not None else dataclasses.replace(text, eot=tokenizer.eot)
     return (tokenizers.load_tokenizer(spec, text.eot) if text.eot not in (None, tokenizer.eot) else tokenizer), text
 
 
-def control_in(text: str, tokenizer: Tokenizer, label: str = "the prompt") -> str:
+def note_control_tokens(text: str, tokenizer: Tokenizer, label: str = "the prompt") -> str:
     """Return a note on a text that has the text of control tokens, which are encoded as characters; "" if it has none.
 
     label: names the text in the note.

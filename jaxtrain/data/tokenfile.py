@@ -40,7 +40,7 @@ MAGIC = b"jaxtrtok"
 VERSION = 9
 PAIRS = "pairs"  # key in `made` of the header: documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
-COPIED = 1 << 18  # tokens, documents or bytes copied or compared at a time; a multiple of 8
+COPY_SIZE = 1 << 18  # tokens, documents or bytes copied or compared at a time; a multiple of 8
 CHECKED_BYTES = 1 << 30  # a run compares a smaller file with its checksum when it opens the file
 
 
@@ -88,7 +88,7 @@ class TokenWriter:
     exception it aborts. The file has the name `path + suffix` until it is completely on the disk.
 
     Args:
-      tokenizer: the result of `tokenizer.info`.
+      tokenizer: the result of `tokenizer_info`.
       sources: names of the inputs, for the header.
       loss: whether the file has loss bits. If True, every `write` needs loss flags.
       made: options that made the file, for the header.
@@ -112,7 +112,7 @@ class TokenWriter:
         self.partial = self.path.with_name(self.path.name + suffix)
         self.tokenizer = tokenizer
         self.sources = sources or []
-        self.made = recipe or {}
+        self.recipe = recipe or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
@@ -194,15 +194,15 @@ class TokenWriter:
         if header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
         file.check()
-        for first in range(0, header["tokens"], COPIED):
-            self._put(file.tokens[first : first + COPIED].data)
+        for first in range(0, header["tokens"], COPY_SIZE):
+            self._put(file.tokens[first : first + COPY_SIZE].data)
         if self.loss is not None:
-            for first in range(0, header["tokens"], COPIED):
-                self._flags.write(file.loss_flags(first, min(first + COPIED, header["tokens"])).tobytes())
+            for first in range(0, header["tokens"], COPY_SIZE):
+                self._flags.write(file.loss_flags(first, min(first + COPY_SIZE, header["tokens"])).tobytes())
             for key, count in header["loss"].items():
                 self.loss[key] += count
-        for first in range(1, header["documents"] + 1, COPIED):
-            self._offsets.write((file.doc_offsets[first : first + COPIED] + self.tokens).astype("<i8").tobytes())
+        for first in range(1, header["documents"] + 1, COPY_SIZE):
+            self._offsets.write((file.doc_offsets[first : first + COPY_SIZE] + self.tokens).astype("<i8").tobytes())
         for key in ("tokens", "documents", "source_bytes"):
             setattr(self, key, getattr(self, key) + header[key])
         self.turn_ends |= set(header["all_turn_ends"])
@@ -220,11 +220,11 @@ class TokenWriter:
         """Write the complete file to the disk, still under the temporary name. Return the header."""
         self._pad()
         self._flags.seek(0)
-        while flags := self._flags.read(COPIED):
+        while flags := self._flags.read(COPY_SIZE):
             self._put(np.packbits(np.frombuffer(flags, bool), bitorder="little").data)
         self._pad()
         self._offsets.seek(0)
-        while offsets := self._offsets.read(COPIED):
+        while offsets := self._offsets.read(COPY_SIZE):
             self._put(offsets)
         header = {
             "dtype": self.dtype.str,
@@ -238,7 +238,7 @@ class TokenWriter:
             "in_turns": sorted(self.in_turns),
             "tokenizer": self.tokenizer,
             "sources": self.sources,
-            "made": self.made,
+            "made": self.recipe,
             "crc32": self._crc32,
         }
         content = [*(header[key] for key in ("dtype", "tokens", "documents", "loss", "crc32")), self.tokenizer["sha256"]]
@@ -311,14 +311,14 @@ class OpenFile:
         except OSError as e:
             reason = e.strerror
         if bytes_read < out.nbytes:
-            self.look()
+            self.check_unchanged()
             fix = "Check its file system and its disk. A run that is started again resumes from its last checkpoint."
             raise TokenFileError(
                 f"{self.path}: bytes {start + bytes_read:,} to {start + out.nbytes:,} cannot be read ({reason}). {fix}"
             )
         return out
 
-    def look(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise TokenFileError if another program has changed the file since it was opened.
 
         Deleting the file, or renaming another file to its name, is no change: the open file keeps its contents.
@@ -332,7 +332,7 @@ class OpenFile:
             )
 
 
-class Column:
+class FileColumn:
     """One array of a token file, of `size` elements from byte `begin` to `end`. It stays on the disk: slicing reads."""
 
     def __init__(self, file: OpenFile, dtype: Any, begin: int, size: int):
@@ -356,8 +356,8 @@ class Column:
     @functools.cached_property
     def mapped(self) -> np.ndarray:
         """The array, memory-mapped. It is read once before, since an error of the disk in a memory map ends the process."""
-        for first in range(0, self.size, COPIED):
-            self[first : first + COPIED]
+        for first in range(0, self.size, COPY_SIZE):
+            self[first : first + COPY_SIZE]
         mapped = mmap.mmap(self.file.fd, self.end, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_RANDOM)  # without this, the kernel reads megabytes around every page
         return np.frombuffer(mapped, self.dtype, self.size, self.begin)
@@ -374,10 +374,10 @@ class TokenFile:
         self.opened = file
         self.path = file.path
         self.header = header
-        self.tokens = Column(file, header["dtype"], PREAMBLE.size, header["tokens"])
-        loss = Column(file, np.uint8, self.tokens.end, loss_bytes(header["tokens"]) if header["loss"] else 0)
+        self.tokens = FileColumn(file, header["dtype"], PREAMBLE.size, header["tokens"])
+        loss = FileColumn(file, np.uint8, self.tokens.end, loss_bytes(header["tokens"]) if header["loss"] else 0)
         self.loss_bits = loss if header["loss"] else None
-        self._offsets = Column(file, "<i8", loss.end, header["documents"] + 1)
+        self._offsets = FileColumn(file, "<i8", loss.end, header["documents"] + 1)
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFile":
@@ -401,9 +401,9 @@ class TokenFile:
     def check(self) -> None:
         """Read the complete file and compare it with its checksum. Raises TokenFileError if it differs."""
         crc32, end = 0, self._offsets.end
-        for first in range(PREAMBLE.size, end, COPIED):
-            crc32 = zlib.crc32(self.opened.read(first, np.empty(min(COPIED, end - first), np.uint8)), crc32)
-        self.opened.look()
+        for first in range(PREAMBLE.size, end, COPY_SIZE):
+            crc32 = zlib.crc32(self.opened.read(first, np.empty(min(COPY_SIZE, end - first), np.uint8)), crc32)
+        self.opened.check_unchanged()
         if crc32 != self.header["crc32"]:
             raise TokenFileError(f"{self.path}: does not match its checksum. {remedy(self.path)}")
 
@@ -425,7 +425,7 @@ class TokenFile:
         return bits[first % 8 : first % 8 + last - first].view(bool)
 
 
-def verify(path: Path | str) -> str:
+def verify_file(path: Path | str) -> str:
     """Read the complete file. Return what is wrong with it; "" if nothing is."""
     try:
         TokenFile.open(path).check()

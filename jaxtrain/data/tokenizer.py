@@ -24,7 +24,7 @@ BPE_OFF = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("fuse_unk", "byte_fallback", "ignore_merges"),
 )
-KNOWN = "Give byte, the path of a tokenizer.json, or hf:NAME (--tokenizer=, data.tokenizer of a run)."
+SPEC_FORMS = "Give byte, the path of a tokenizer.json, or hf:NAME (--tokenizer=, data.tokenizer of a run)."
 NOT_FETCHED = (
     "could not be fetched from the Hugging Face hub. Check the name and the network, or fetch the tokenizer's files elsewhere "
     "and give their folder"
@@ -313,7 +313,7 @@ def read_beside(spec: str, file: str = "", offline: bool = False) -> bytes | Non
         path = find_file(spec, file, offline)
         return path.read_bytes() if path else None
     except OSError as e:
-        raise TokenizerError(f"tokenizer {spec!r}: cannot read {e.filename}: {e.strerror}. {KNOWN}") from e
+        raise TokenizerError(f"tokenizer {spec!r}: cannot read {e.filename}: {e.strerror}. {SPEC_FORMS}") from e
 
 
 def read_json(spec: str, file: str, offline: bool = False) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def special_tokens(spec: str, offline: bool = False) -> dict[str, str]:
     return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
 
 
-def named_elsewhere(spec: str) -> list[str]:
+def find_missing_tokens(spec: str) -> list[str]:
     """Return the tokens that other files of a tokenizer name and its tokenizer.json does not have. transformers adds them.
 
     Reads only files on this machine. Raises TokenizerError.
@@ -371,7 +371,7 @@ def named_elsewhere(spec: str) -> list[str]:
     return [text for text in dict.fromkeys(texts) if isinstance(text, str) and text and tokenizer.id_of(text) is None]
 
 
-def ids_in(value: Any) -> list[int]:
+def to_ids(value: Any) -> list[int]:
     """Return the ids of a value such as `eos_token_id`: a number, a list of numbers, or null."""
     return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
 
@@ -390,7 +390,7 @@ def model_eos(spec: str, id_of: Callable[[str], int | None], offline: bool = Fal
     texts = [name.get("content") if isinstance(name, dict) else name for name in names]
     ids: list[Any] = [id_of(text) for text in texts if isinstance(text, str)]
     ids += [read_json(spec, file, offline).get("eos_token_id") for file in ("generation_config.json", "config.json")]
-    return list(dict.fromkeys(each for value in ids for each in ids_in(value)))
+    return list(dict.fromkeys(each for value in ids for each in to_ids(value)))
 
 
 def read_definition(spec: str) -> bytes:
@@ -402,9 +402,9 @@ def read_definition(spec: str) -> bytes:
     if spec.startswith("hf:"):
         reason = f"{DEFINITION} {NOT_FETCHED}"
     elif other_files:
-        reason = f"there is {other_files[0]} and no {DEFINITION}, which alone is read. Fix: {saved_again(path.parent)}."
+        reason = f"there is {other_files[0]} and no {DEFINITION}, which alone is read. Fix: {save_command(path.parent)}."
     else:
-        reason = f"cannot read {path}: no such file. {KNOWN}"
+        reason = f"cannot read {path}: no such file. {SPEC_FORMS}"
     raise TokenizerError(f"tokenizer {spec!r}: {reason}")
 
 
@@ -414,7 +414,7 @@ def is_bare(spec: str) -> bool:
     return os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, DEFINITION))
 
 
-def saved_again(folder: Path) -> str:
+def save_command(folder: Path) -> str:
     """Return the command by which transformers writes a complete tokenizer.json, as a remedy."""
     code = f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r}).save_pretrained('NEW')"
     return f'python -c "{code}", then --tokenizer=NEW (data.tokenizer=NEW of a run)'
@@ -433,12 +433,12 @@ def load_tokenizer(spec: str, eot: str | int = "") -> Tokenizer:
     return HuggingFaceTokenizer(spec, read_definition(spec), eot)
 
 
-def info(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return name, sha256, vocab_size and eot of a tokenizer, which token files and receipts record."""
     return {k: getattr(tokenizer, k) for k in ("name", "sha256", "vocab_size", "eot")}
 
 
-def sha256_of(spec: str) -> str:
+def tokenizer_sha256(spec: str) -> str:
     """Return the `sha256` of the tokenizer `spec`, without network; "" for an `hf:NAME` that is not on this machine.
 
     Raises TokenizerError if it cannot be read.
@@ -450,24 +450,24 @@ def sha256_of(spec: str) -> str:
     return content_sha256(spec, read_definition(spec))
 
 
-def contents(meta: Mapping[str, Any], spec: str) -> dict[str, tuple[str, str]]:
+def tokenizer_hashes(meta: Mapping[str, Any], spec: str) -> dict[str, tuple[str, str]]:
     """Return the hashes of data.tokenizer in a checkpoint's meta.json and now, for resume.compare; {} unless both are known."""
     old_hash = meta.get("data", {}).get("fingerprint", {}).get("tokenizer", {}).get("sha256", "")
     try:
-        new_hash = sha256_of(spec) if old_hash else ""
+        new_hash = tokenizer_sha256(spec) if old_hash else ""
     except TokenizerError:  # another check reports it
         new_hash = ""
     return {"data.tokenizer": (old_hash, new_hash)} if new_hash else {}
 
 
-def differs(spec: str, recorded: dict[str, Any]) -> str:
+def find_difference(spec: str, recorded: dict[str, Any]) -> str:
     """Return how the tokenizer `spec` differs from the tokenizer in a token file's header; "" if they are equal.
 
     No network is used, since nodes of a cluster often have none. An `hf:NAME` that is not on this machine is compared by name
     alone, since training needs only the ids.
     """
     try:
-        sha256 = sha256_of(spec)
+        sha256 = tokenizer_sha256(spec)
     except TokenizerError as e:
         return str(e).rstrip(".")
     if not sha256 and spec != recorded["name"]:

@@ -15,12 +15,12 @@ from jaxtrain.data.synthetic import Synthetic, mix
 from jaxtrain.data.tokenfile import TokenFile
 
 WINDOWS = 1 << 20  # windows whose documents are counted at a time
-TRIED = (0, 1, 2, 4, 8)  # percent of rows above the lower bound, for the attempts of `pack_evenly`
+EXTRA_PERCENTS = (0, 1, 2, 4, 8)  # percent of rows above the lower bound, for the attempts of `pack_evenly`
 
 # Tokens (R, T+1); (row, column) of each token in columns 1..T that starts a document, sorted; loss flags, bool (R, T): whether
 # the target in columns 1..T counts, None if all do; number of columns with documents in each row, int64 (R,), None if all T + 1
 # have documents.
-Read = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 class FileWindows:
@@ -34,14 +34,14 @@ class FileWindows:
         self.windows = count_windows(file.header["tokens"], seq_len)
         self._starts = file.doc_offsets
 
-    def rows(self, index_R: np.ndarray) -> Read:
+    def rows(self, index_R: np.ndarray) -> RowArrays:
         T = self.seq_len
         begin_R = index_R * T
         # Windows overlap by one token: the last target of a window is the first input of the next window.
         tokens_RS = np.empty((len(index_R), T + 1), self.file.tokens.dtype)
         for begin, tokens_S in zip(begin_R.tolist(), tokens_RS, strict=True):
             self.file.tokens.read(begin, tokens_S)
-        self.file.opened.look()
+        self.file.opened.check_unchanged()
         # Count documents that start after the row's first token, up to and including the last target.
         low_R, high_R = (np.searchsorted(self._starts, at_R, "right") for at_R in (begin_R, begin_R + T))
         count_R = high_R - low_R
@@ -73,9 +73,9 @@ class FileWindows:
         masked_N = np.searchsorted(self._starts, begin_N, "right") + self.max_segments - 1  # the first document that is masked
         return np.minimum(begin_N + self.seq_len, self._starts[np.minimum(masked_N, len(self._starts) - 1)])
 
-    def borders(self, max_segments: int) -> tuple[int, int]:
-        """Return (largest number of documents in a window, tokens that `max_segments` masks), by `windows.borders`."""
-        return borders(self._starts, self.windows, self.seq_len, max_segments)
+    def count_documents(self, max_segments: int) -> tuple[int, int]:
+        """Return (largest number of documents in a window, tokens that `max_segments` masks), by `windows.count_documents`."""
+        return count_documents(self._starts, self.windows, self.seq_len, max_segments)
 
 
 class PackedRows:
@@ -105,7 +105,7 @@ class PackedRows:
         else:
             kept_length = length.copy()
             for k in np.flatnonzero(length > seq_len + 1).tolist():
-                kept_length[k] = whole_turns(file.loss_flags(begin[k], begin[k] + seq_len + 2))
+                kept_length[k] = fit_turns(file.loss_flags(begin[k], begin[k] + seq_len + 2))
             self.truncated = int(np.count_nonzero(length > kept_length))
             self.truncated_tokens = int((length - kept_length).sum())
             begin, length = begin[kept_length > 0], kept_length[kept_length > 0]
@@ -128,7 +128,7 @@ class PackedRows:
         self.filled = float(length_N.sum()) / max(1, self.windows * (self.seq_len + 1))  # fraction of the rows without padding
         return by_row_N
 
-    def rows(self, index_R: np.ndarray) -> Read:
+    def rows(self, index_R: np.ndarray) -> RowArrays:
         S = self.seq_len + 1
         tokens_RS = np.full((len(index_R), S), self.file.header["tokenizer"]["eot"], self.file.tokens.dtype)
         loss_RS = np.zeros((len(index_R), S), bool)
@@ -141,7 +141,7 @@ class PackedRows:
                 self.file.tokens.read(first, tokens_RS[r, at : at + count])
                 spans.append((r, at, first, count))
                 filled_R[r] += count
-        self.file.opened.look()
+        self.file.opened.check_unchanged()
         for r, at, first, count in spans:
             loss_RS[r, at : at + count] = self.file.loss_flags(first, first + count)
         row, column = np.asarray([(r, at) for r, at, _, _ in spans if at], np.int64).reshape(-1, 2).T
@@ -226,7 +226,7 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
     return begin, np.minimum(remaining, seq_len + 1)
 
 
-def whole_turns(flags: np.ndarray) -> int:
+def fit_turns(flags: np.ndarray) -> int:
     """Return the number of tokens of a conversation longer than a row that are kept from its beginning.
 
     An answer ends at its last token with a loss flag. The tokens up to the last end of an answer in the row are kept. If no
@@ -256,7 +256,7 @@ def pack(length_N: np.ndarray, size: int, max_items: int | None = None) -> np.nd
     if max_items is None or not len(row_N) or np.bincount(row_N).max() < max_items:
         return row_N
     fewest = max(-(-int(length_N.sum()) // size), -(-len(length_N) // max_items))
-    for percent in TRIED:
+    for percent in EXTRA_PERCENTS:
         rows = fewest * (100 + percent) // 100
         if rows > row_N.max():
             break
@@ -346,7 +346,7 @@ def make_batch(
     masks_documents: bool,
     max_segments: int,
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `Read`.
+    """Return the arrays of shapes.BATCH_KEYS, each (R, T), of rows of T + 1 tokens. The first five arguments are a `RowArrays`.
 
     Documents beyond `max_segments` in a row are masked like padding: segment 0, position 0, weight 0. The time is
     mostly per document, not per token. masks_documents: if False, each row is one segment.
@@ -393,7 +393,7 @@ def _columns(R: int, T: int) -> np.ndarray:
     return np.arange(R * T, dtype=np.int32)
 
 
-def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -> tuple[int, int]:
+def count_documents(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -> tuple[int, int]:
     """Return (largest number of documents in a window, tokens that `max_segments` masks in all windows).
 
     A document that spans several windows counts in each window. The first number is at least 1.

@@ -153,12 +153,12 @@ def export_model(
     if raw:
         dtypes = {name: a.dtype if dtype == "auto" or name not in matrices else DTYPES[dtype] for name, a in stored.items()}
     spec = tokenizer or run.data.tokenizer
-    no_tokenizer = not tokenizer and not source.text().tokenizer_sha256 and not text_format.is_here(spec)  # and never had one
+    no_tokenizer = not tokenizer and not source.text().tokenizer_sha256 and not text_format.is_local(spec)  # and never had one
     try:
-        loaded_tokenizer, text = (None, source.text()) if no_tokenizer else text_format.load(source.text(), spec)
+        loaded_tokenizer, text = (None, source.text()) if no_tokenizer else text_format.load_with_tokenizer(source.text(), spec)
     except TokenizerError as error:
         raise HuggingFaceError(f"{error} Name its folder: --tokenizer=DIR.") from error
-    if loaded_tokenizer and (lost := source.text().lost(loaded_tokenizer)):
+    if loaded_tokenizer and (lost := source.text().lost_tokens(loaded_tokenizer)):
         say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
     special = text.ids_to_write(loaded_tokenizer.bos if loaded_tokenizer else ())
     positions, more = max(run.data.seq_len, source.positions), dict(special)

@@ -19,9 +19,16 @@ from jaxtrain.config import installed, schema
 from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import Model, RunConfig
 from jaxtrain.config.shapes import is_vector
-from jaxtrain.data.chat_template import BYTE_TEMPLATE, own_template
+from jaxtrain.data.chat_template import BYTE_TEMPLATE, tokenizer_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
-from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
+from jaxtrain.data.tokenizer import (
+    TokenizerError,
+    cached_hub_path,
+    find_missing_tokens,
+    read_json,
+    save_command,
+    special_tokens,
+)
 from jaxtrain.hf import mxfp4
 from jaxtrain.hf.names import EMBEDDING, HEAD, TIED, Entry, match_tensors, model_entries, raw_entries, text_names
 from jaxtrain.hf.tensor_files import (
@@ -136,13 +143,13 @@ class HfFolder:
         if not self.seq_len:
             out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {schema.Data().seq_len}")
         try:
-            tokens = named_elsewhere(str(self.path)) if (self.path / "tokenizer.json").is_file() else []
+            tokens = find_missing_tokens(str(self.path)) if (self.path / "tokenizer.json").is_file() else []
         except TokenizerError as error:  # text is refused; logits of ids are not
             tokens = []
             out.append(str(error))
         if tokens:
             rule = f"{self.path / 'tokenizer.json'} does not have {', '.join(tokens[:SHOWN])}, which other files name"
-            out.append(f"{rule}: read as characters. transformers adds them. Fix: {saved_again(self.path)}")
+            out.append(f"{rule}: read as characters. transformers adds them. Fix: {save_command(self.path)}")
         eos = self.settings.get("eos_token_id")
         ids = [i for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
         if invalid_ids := [i for i in ids if type(i) is not int or not 0 <= i < self.model.vocab_size]:
@@ -368,7 +375,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
     if is_folder(path):
         run = open_folder(path).run()
     else:
-        checkpoints, step = checkpoint.locate(path)
+        checkpoints, step = checkpoint.locate_checkpoint(path)
         meta = checkpoints.meta(step)
         run = stored_run(meta, checkpoints.directory / str(step))
         adapters = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
@@ -402,7 +409,7 @@ def write_tokenizer(spec: str, text: TextFormat, target: Path) -> None:
         file = file / "tokenizer.json" if file.is_dir() else file
         copy_tokenizer(file.parent, target)
         shutil.copyfile(file, target / "tokenizer.json")
-    _, template = own_template(str(target))
+    _, template = tokenizer_template(str(target))
     settings = read_json(str(target), "tokenizer_config.json")
     if not settings and text.eot is not None:
         import tokenizers

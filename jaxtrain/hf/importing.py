@@ -24,16 +24,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, find
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, find_checkpoint
 from jaxtrain.checkpoint import NotFinite as SavedNotFinite
-from jaxtrain.checkpoint.manager import stored_in
+from jaxtrain.checkpoint.manager import tensor_specs
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import plural
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
-from jaxtrain.data.tokenizer import ids_in
+from jaxtrain.data.tokenizer import to_ids
 from jaxtrain.hf import encoded
 from jaxtrain.hf.folder import TOKENIZER, HfFolder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import PREFIX
@@ -138,7 +138,7 @@ class Origin:
 
     def text(self) -> TextFormat:
         """Return how the model's texts end, and its chat template. Raises TokenizerError if a file cannot be read."""
-        return TextFormat.of(self.meta["text"]) if self.folder is None else folder_text(self.folder)
+        return TextFormat.from_record(self.meta["text"]) if self.folder is None else folder_text(self.folder)
 
 
 def averages(stored: Iterable[str]) -> dict[str, str]:
@@ -147,18 +147,18 @@ def averages(stored: Iterable[str]) -> dict[str, str]:
 
 
 def open_origin(path: str) -> Origin:
-    """Open the weights of a run (at the step of `checkpoint.find`), a checkpoint, a Hugging Face folder, or a hub name hf:NAME.
+    """Open the weights of a run (at the step of `find_checkpoint`), a checkpoint, a Hugging Face folder, or a hub name hf:NAME.
 
     Raises CheckpointError or HuggingFaceError if the weights cannot be read.
     """
     if not is_folder(path):
-        checkpoints, step, loss = find(path)
+        checkpoints, step, loss = find_checkpoint(path)
         meta = checkpoints.meta(step)
         step_path = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
         in_bits = encoded.encoded_weights(meta)
-        stored = encoded.decoded_shapes(meta, stored_in(meta))
+        stored = encoded.decoded_shapes(meta, tensor_specs(meta))
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
         return Origin(name, step_path, step, meta, stored, encoded.decoding_reader(read, in_bits), read, best=loss is not None)
@@ -181,9 +181,9 @@ def origin_of(folder: HfFolder, progress: Progress = lambda name, size: None) ->
 
 def folder_text(folder: HfFolder) -> TextFormat:
     """Return the text format of a Hugging Face folder (data/text_format.py). Raises TokenizerError."""
-    text = text_format.of_files(str(folder.path))
+    text = text_format.read_text_format(str(folder.path))
     special = {key: folder.settings.get(key) for key in text_format.SPECIAL}
-    return dataclasses.replace(text, special=special, eos=tuple(dict.fromkeys([*text.eos, *ids_in(special["eos_token_id"])])))
+    return dataclasses.replace(text, special=special, eos=tuple(dict.fromkeys([*text.eos, *to_ids(special["eos_token_id"])])))
 
 
 def import_record(folder: HfFolder) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import FEED_FORWARD, Model, RunConfig, split_items, to_dict
-from jaxtrain.data.chat_template import own_template
+from jaxtrain.data.chat_template import tokenizer_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
 from jaxtrain.hf import lora
@@ -472,7 +472,7 @@ def adapter_text_format(folder: Path, base: TextFormat) -> TextFormat:
     if (folder / TOKENIZER).is_file():
         eos = model_eos(str(folder), load_tokenizer(str(folder)).id_of)
         base = dataclasses.replace(base, eos=tuple(dict.fromkeys([*base.eos, *eos])))
-    name, template = own_template(str(folder))
+    name, template = tokenizer_template(str(folder))
     return dataclasses.replace(base, template=template, template_name=name) if template else base
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 
 from jaxtrain.config.commands import to_run_sh
-from jaxtrain.data.rows import once
+from jaxtrain.data.rows import reject_duplicate_keys
 from jaxtrain.hf import mxfp4
 from jaxtrain.models.hugging_face import HuggingFaceError
 
@@ -194,7 +194,7 @@ def list_file(file: Path) -> dict[str, StoredTensor]:
             with safetensors.safe_open(file, framework="np"):  # it checks that sizes fit, and that no tensors overlap
                 f.seek(0)
                 start = 8 + int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(start - 8), object_pairs_hook=once)
+                header = json.loads(f.read(start - 8), object_pairs_hook=reject_duplicate_keys)
     except FileNotFoundError as error:
         raise HuggingFaceError(f"{file}: no such file. Fetch it again.") from error
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -215,7 +215,9 @@ def list_file(file: Path) -> dict[str, StoredTensor]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the contents of a file that holds a JSON object. Raises HuggingFaceError if it cannot be read or is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_reject_number)
+        value = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicate_keys, parse_constant=_reject_number
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError(f"{path}: cannot be read as JSON ({error}). Fetch it again, or correct it.") from error
     if not isinstance(value, dict):

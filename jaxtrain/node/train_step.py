@@ -26,7 +26,7 @@ from jaxtrain.config.hardware import WITHOUT_GPUS
 from jaxtrain.config.launch import LoadedConfig
 from jaxtrain.config.schema import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import loading, opening
-from jaxtrain.data.batches import with_documents
+from jaxtrain.data.batches import resolve_max_segments
 from jaxtrain.report import bench
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.step.state_size import least_gib
@@ -79,7 +79,7 @@ def find_problems(loaded: LoadedConfig, count: int) -> list[Problem]:
     if count > devices.count and not devices.problem:
         problems.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
     problems += validate_step(run, devices)
-    problems += opening.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
+    problems += opening.check_data(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     return problems + environment.overlay(run, devices, os.environ)[1]
 
 
@@ -127,7 +127,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError if the config has problems, and JaxRuntimeError if memory does not suffice.
     """
     began = time.perf_counter()
-    loaded, count = loading.load(request["argv"]), request["devices"]
+    loaded, count = loading.load_config(request["argv"]), request["devices"]
     if problems := find_problems(loaded, count):
         raise ConfigError(problems)
     run, available = loaded.run, devices_for(count)
@@ -151,7 +151,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     rows = open_rows(run)
     compiling = time.perf_counter()
     traced = bool(request.get("trace"))
-    program, train, options = compile_step(with_documents(run, rows), devices, print, traced)
+    program, train, options = compile_step(resolve_max_segments(run, rows), devices, print, traced)
     run = program.run
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     # XLA's CPU compiler counts memory differently, so there is no figure for CPUs.

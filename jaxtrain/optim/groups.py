@@ -17,7 +17,7 @@ from jaxtrain.config.schema import Optimizer, Problem, choices, suggest
 KEY = "optimizer.groups"
 METHODS = choices("optimizer.name")
 SETTINGS = ("lr", "weight_decay", "optimizer")
-NUMBER = Key("the range of lr and weight_decay", at_least=0)
+VALUE_RANGE = Key("the range of lr and weight_decay", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Group:
     optimizer: str = ""  # adamw | muon; "": by the kind of the parameter
 
 
-def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
+def parse_groups(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
     """Parse `optimizer.groups`. Return (groups, problems of the syntax and of single settings)."""
     groups: list[Group] = []
     problems: list[Problem] = []
@@ -70,25 +70,25 @@ def _add_setting(setting: str, values: dict[str, float | str]) -> tuple[str, str
         number = math.nan
     if not number >= 0:
         return f"{name} = {value!r} must be a number of at least 0", "lr is a factor of the schedule's, weight_decay a value."
-    if problem := NUMBER.out_of_range(number):
+    if problem := VALUE_RANGE.out_of_range(number):
         return f"{name} = {value!r} {problem[0]}", f"Write {name}={1 if name == 'lr' else Optimizer().weight_decay:g}."
     values[name] = number
     return None
 
 
-def group_of(groups: Sequence[Group], name: str) -> Group | None:
+def find_group(groups: Sequence[Group], name: str) -> Group | None:
     """Return the first group whose pattern matches a parameter's name; None if no pattern matches."""
     return next((g for g in groups if fnmatch.fnmatchcase(name, g.pattern)), None)
 
 
-def moved(text: str) -> list[tuple[str, str]]:
+def optimizer_overrides(text: str) -> list[tuple[str, str]]:
     """Return (pattern, optimizer) of each group that sets `optimizer`, and so changes the tensors of the optimizer state."""
-    return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
+    return [(g.pattern, g.optimizer) for g in parse_groups(text)[0] if g.optimizer]
 
 
-def problems(text: str, optimizer: str) -> list[Problem]:
+def find_group_problems(text: str, optimizer: str) -> list[Problem]:
     """Return the problems of `optimizer.groups` that do not depend on the model. optimizer: the value of optimizer.name."""
-    groups, problems = parse(text)
+    groups, problems = parse_groups(text)
     if groups and optimizer not in METHODS:
         rule = f"{optimizer} makes its own updates, and would ignore them"
         return [*problems, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
@@ -98,7 +98,7 @@ def problems(text: str, optimizer: str) -> list[Problem]:
     return problems
 
 
-def too_fast(optimizer: Optimizer) -> list[Problem]:
+def find_rate_problems(optimizer: Optimizer) -> list[Problem]:
     """Return the problems of learning rates and weight decays that make weights grow in every step, until they are NaN."""
     opt, problems = optimizer, []
     if opt.name in METHODS and opt.lr * opt.weight_decay > 1:
@@ -107,7 +107,7 @@ def too_fast(optimizer: Optimizer) -> list[Problem]:
             "and a step must not subtract more than the weight"
         )
         problems.append(Problem("optimizer.weight_decay", opt.weight_decay, rule, f"Set {_round_down(1 / opt.lr)} or less."))
-    for group in parse(opt.groups)[0]:
+    for group in parse_groups(opt.groups)[0]:
         lr = opt.lr * group.lr
         if lr > 1:
             rule = f"lr of {group.pattern!r} times optimizer.lr = {opt.lr:g} is {lr:g}, and a learning rate must be at most 1"
@@ -126,18 +126,18 @@ def _round_down(value: float) -> str:
     return f"{math.floor(value / digits) * digits:.3g}"
 
 
-def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
+def find_model_problems(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
     """Return the problems of `optimizer.groups` that depend on the model.
 
     A group has a problem if no parameter belongs to it, or if it sets optimizer=muon for a parameter that is no matrix.
 
     matrices: name of each parameter -> whether Muon supports the parameter.
     """
-    groups, problems = parse(text)[0], []
+    groups, problems = parse_groups(text)[0], []
     names = list(matrices)
     for group in groups:
         matching = [name for name in names if fnmatch.fnmatchcase(name, group.pattern)]
-        members = [name for name in matching if group_of(groups, name) is group]
+        members = [name for name in matching if find_group(groups, name) is group]
         if not matching and any(component.isdigit() for component in group.pattern.split(".")):
             rule = f"{group.pattern!r} names a layer by number, and the layers of a stack are one parameter"
             problems.append(Problem(KEY, text, rule, "Leave the number out, which means every layer."))

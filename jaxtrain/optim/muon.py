@@ -27,13 +27,13 @@ from jaxtrain.sharding import Axes, Placement
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2
-AT_ONCE = 1 << 26  # elements that a device orthogonalizes at one time: enough to fill a GPU, even with small matrices
-WIDTH = "head_dim"
+MAX_ELEMENTS = 1 << 26  # elements that a device orthogonalizes at one time: enough to fill a GPU, even with small matrices
+HEAD_DIM = "head_dim"
 
-Orthogonal = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, orthogonalized
+Orthogonalizer = Callable[[jax.Array, Axes], jax.Array]  # (an update, its logical axes) -> the update, orthogonalized
 
 
-def dims(axes: Axes) -> tuple[int, int]:
+def matrix_dims(axes: Axes) -> tuple[int, int]:
     """Return (number of leading dimensions, number of row dimensions) of a weight. The remaining dimensions are the columns.
 
     Leading dimensions (layers, experts) count matrices. "heads" and "head_dim" together are the rows or the columns: (layers,
@@ -41,7 +41,7 @@ def dims(axes: Axes) -> tuple[int, int]:
     """
     sizes: list[int] = []
     for i, axis in enumerate(axes):
-        if axis == WIDTH and i and axes[i - 1] != STACK:
+        if axis == HEAD_DIM and i and axes[i - 1] != STACK:
             sizes[-1] += 1
         else:
             sizes.append(1)
@@ -74,7 +74,7 @@ def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
     return x
 
 
-def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
+def make_orthogonalizer(placement: Placement | None, numerics: Numerics) -> Orthogonalizer:
     """Return the function (a parameter's momentum, its logical axes) -> the parameter's update, with root mean square RMS.
 
     Momentum and update are f32, both sharded by the logical axes.
@@ -83,18 +83,18 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
     """
 
     def orthogonalize_stack(x: jax.Array, axes: Axes) -> jax.Array:
-        leading, rows = dims(axes)
+        leading, rows = matrix_dims(axes)
         shape = x.shape
         matrix = (math.prod(shape[leading : leading + rows]), math.prod(shape[leading + rows :]))
         x_SMN = x.reshape(-1, *matrix)
         # A loop limits memory: XLA would process all parameters at once, and keep the results of five iterations of each.
-        max_chunk = max(1, AT_ONCE // math.prod(matrix))
+        max_chunk = max(1, MAX_ELEMENTS // math.prod(matrix))
         chunk_size = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= max_chunk)
         orthogonalized = jax.lax.map(lambda chunk: newton_schulz(chunk, numerics), x_SMN.reshape(-1, chunk_size, *matrix))
         return orthogonalized.reshape(shape)
 
     def update(x: jax.Array, axes: Axes) -> jax.Array:
-        leading, rows = dims(axes)
+        leading, rows = matrix_dims(axes)
         longest = max(math.prod(x.shape[leading : leading + rows]), math.prod(x.shape[leading + rows :]))
         with jax.named_scope("newton_schulz"):
             momentum = x.astype(numerics.compute)
@@ -107,9 +107,9 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
     return update
 
 
-def _orthogonalize_sharded(x: jax.Array, axes: Axes, placement: Placement, orthogonalize_stack: Orthogonal) -> jax.Array:
+def _orthogonalize_sharded(x: jax.Array, axes: Axes, placement: Placement, orthogonalize_stack: Orthogonalizer) -> jax.Array:
     """Apply `orthogonalize_stack`, which needs complete matrices, to a stack of matrices that are sharded over devices."""
-    leading = dims(axes)[0]
+    leading = matrix_dims(axes)[0]
     stack_axes = {a for axis in axes[:leading] for a in placement.mesh_axes(axis)}
     matrix_axes = {
         dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= leading and placement.mesh_axes(axis)

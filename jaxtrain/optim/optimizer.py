@@ -18,8 +18,8 @@ from jaxtrain.config.shapes import DENSE, STACK, is_vector, without_period
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
-from jaxtrain.optim.muon import dims, orthogonal, scale_by_muon
-from jaxtrain.optim.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
+from jaxtrain.optim.muon import make_orthogonalizer, matrix_dims, scale_by_muon
+from jaxtrain.optim.quantized import SIGNED, Blocks, block_scales, decode, encode, is_blocks
 from jaxtrain.sharding import Axes, Placement
 
 
@@ -56,7 +56,7 @@ def make_schedule(optimizer: schema.Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(opt.lr / first, opt.lr, first - 1), tail], [first - 1])
 
 
-def decayed(axes: Any) -> Any:
+def weight_decay_mask(axes: Any) -> Any:
     """Return a tree of bools: whether optimizer.weight_decay applies to each parameter. It applies to matrices only.
 
     Scales of norms and biases are no matrices, whatever their dimensions. The axis "layers" does not count as a dimension.
@@ -71,7 +71,7 @@ def decayed(axes: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ParamSettings:
     """The optimizer's settings for one parameter, chosen by the parameter's name, its axes and the config."""
 
     muon: bool  # by Muon, not by AdamW
@@ -79,32 +79,36 @@ class Choice:
     weight_decay: float
 
 
-def choices(optimizer: schema.Optimizer, axes: Any) -> Any:
-    """Return a tree with the `Choice` of each parameter, from its logical axes and the group that matches its name.
+def param_settings(optimizer: schema.Optimizer, axes: Any) -> Any:
+    """Return a tree with the `ParamSettings` of each parameter, from its logical axes and the group that matches its name.
 
     With optimizer.name=muon, Muon updates the matrices of layers, and AdamW other parameters, unless a group sets `optimizer`.
     """
-    param_groups = groups.parse(optimizer.groups)[0]
+    param_groups = groups.parse_groups(optimizer.groups)[0]
 
-    def choose_settings(path: Any, param_axes: Axes, is_matrix: bool) -> Choice:
-        group = groups.group_of(param_groups, _param_name(path)) or groups.Group("*")
-        hidden = is_matrix and dims(param_axes)[1] > 0 and (STACK in param_axes or path[0].key in (STACK, DENSE))
+    def choose_settings(path: Any, param_axes: Axes, is_matrix: bool) -> ParamSettings:
+        group = groups.find_group(param_groups, _param_name(path)) or groups.Group("*")
+        hidden = is_matrix and matrix_dims(param_axes)[1] > 0 and (STACK in param_axes or path[0].key in (STACK, DENSE))
         decay = group.weight_decay
-        return Choice(
+        return ParamSettings(
             optimizer.name == "muon" and (group.optimizer == "muon" if group.optimizer else hidden),
             group.lr,
             decay if decay is not None else optimizer.weight_decay if is_matrix else 0.0,
         )
 
-    return jax.tree_util.tree_map_with_path(choose_settings, axes, decayed(axes), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(
+        choose_settings, axes, weight_decay_mask(axes), is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def check_groups(optimizer: schema.Optimizer, axes: Any) -> None:
     """Raise ConfigError for a group to which no parameter belongs, or which sets optimizer=muon for one that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
-    matrices = jax.tree.leaves(decayed(axes))
-    supported = {_param_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
-    problems = groups.unfit(optimizer.groups, supported)
+    matrices = jax.tree.leaves(weight_decay_mask(axes))
+    supported = {
+        _param_name(path): is_matrix and matrix_dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)
+    }
+    problems = groups.find_model_problems(optimizer.groups, supported)
     if problems:
         raise ConfigError(problems)
 
@@ -117,14 +121,16 @@ def _leaf_at(tree: Any, path: Any) -> Any:
     return functools.reduce(lambda tree, key: tree[key.key], path, tree)
 
 
-def stored_moments(
+def adam_with_dtypes(
     m_dtype: str, v_dtype: str, axes: Any, beta1: float, beta2: float, eps: float
 ) -> optax.GradientTransformation:
-    """Return optax's Adam, with the first moment stored in m_dtype and the second in v_dtype (`stored`)."""
-    return stored(m_dtype, v_dtype, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
+    """Return optax's Adam, with the first moment stored in m_dtype and the second in v_dtype (`with_moment_dtypes`)."""
+    return with_moment_dtypes(m_dtype, v_dtype, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
 
 
-def stored(m_dtype: str, v_dtype: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_moment_dtypes(
+    m_dtype: str, v_dtype: str, axes: Any, adam: optax.GradientTransformation
+) -> optax.GradientTransformation:
     """Return the transformation `adam` with the first moment stored in m_dtype and the second in v_dtype.
 
     The update itself is computed in float32, from the new moments before they are rounded.
@@ -144,7 +150,7 @@ def stored(m_dtype: str, v_dtype: str, axes: Any, adam: optax.GradientTransforma
     def moment_scales(name: str, moment: Any) -> Any:
         def leaf_scales(path: Any, x: jax.Array) -> jax.Array | None:
             axis = block_dim(path, x)
-            return None if axis is None else scales_of(x, axis)
+            return None if axis is None else block_scales(x, axis)
 
         return jax.tree_util.tree_map_with_path(leaf_scales, moment) if dtypes[name] == INT8 else None
 
@@ -190,12 +196,12 @@ def stored(m_dtype: str, v_dtype: str, axes: Any, adam: optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
-def scaled(optimizer: schema.Optimizer, axes: Any) -> optax.GradientTransformation:
+def decay_and_scale(optimizer: schema.Optimizer, axes: Any) -> optax.GradientTransformation:
     """Return the transformation that adds weight decay, and then multiplies by a factor of the learning rate.
 
-    Each parameter's weight decay and factor are those of its `Choice`.
+    Each parameter's weight decay and factor are those of its `ParamSettings`.
     """
-    settings = choices(optimizer, axes)
+    settings = param_settings(optimizer, axes)
 
     def scale_leaf(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
         leaf_settings = _leaf_at(settings, path)
@@ -209,23 +215,23 @@ def scaled(optimizer: schema.Optimizer, axes: Any) -> optax.GradientTransformati
 
 
 def adamw(optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with weight decay by `choices`."""
+    """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with weight decay by `param_settings`."""
     opt = optimizer
-    return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, opt.beta1, opt.beta2, opt.eps), scaled(opt, axes))
+    return optax.chain(adam_with_dtypes(dtypes.m, dtypes.v, axes, opt.beta1, opt.beta2, opt.eps), decay_and_scale(opt, axes))
 
 
 def muon(
     optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
 ) -> optax.GradientTransformation:
-    """Return Muon (jaxtrain/optim/muon.py) for the parameters that `choices` selects, and AdamW for other parameters."""
-    opt, settings, orthogonalize = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
+    """Return Muon (jaxtrain/optim/muon.py) for the parameters that `param_settings` selects, and AdamW for other parameters."""
+    opt, settings, orthogonalize = optimizer, param_settings(optimizer, axes), make_orthogonalizer(placement, numerics)
     muon_or_adam = scale_by_muon(
         optax.scale_by_adam(b1=opt.beta1, b2=opt.beta2, eps=opt.eps),
         opt.momentum,
         lambda path: _leaf_at(settings, path).muon,
         lambda path, x: orthogonalize(x, _leaf_at(axes, path)),
     )
-    return optax.chain(stored(dtypes.m, dtypes.v, axes, muon_or_adam), scaled(opt, axes))
+    return optax.chain(with_moment_dtypes(dtypes.m, dtypes.v, axes, muon_or_adam), decay_and_scale(opt, axes))
 
 
 FLOAT32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.optim.moments import block
+from jaxtrain.optim.moments import block_size
 
 DECADES = 7
 SIGNED = {"mu": True, "nu": False}  # by optax's names of the moments
-ZERO = 127  # code of 0 in the signed map; in the unsigned map, the code of 0 is 0
+ZERO_CODE = 127  # code of 0 in the signed map; in the unsigned map, the code of 0 is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
     """Return the code of the nearest value of the map, int32, for x in [-1, 1]."""
     abs_x = jnp.abs(x)
     values = code_map(signed)
-    positive = values[ZERO + 1 :] if signed else values[1:]
+    positive = values[ZERO_CODE + 1 :] if signed else values[1:]
     slope, first = jnp.zeros_like(abs_x), jnp.zeros_like(abs_x)
     below, at = 0.0, 0
     for count, power in _decades(signed):
@@ -82,7 +82,7 @@ def _nearest(x: jax.Array, signed: bool) -> jax.Array:
     k = jnp.minimum(jnp.floor(abs_x * slope + first * np.float32(8 / 9)), jnp.maximum(2 * first - 1, 0)).astype(jnp.int32)
     if signed:
         is_one = x >= np.float32((1 + below) / 2)
-        return jnp.where(is_one, 255, ZERO + jnp.where(x < 0, -k, k))
+        return jnp.where(is_one, 255, ZERO_CODE + jnp.where(x < 0, -k, k))
     return jnp.where(abs_x >= np.float32((1 + below) / 2), 255, jnp.maximum(k - 1, 0))
 
 
@@ -96,17 +96,17 @@ def _value(code: jax.Array, signed: bool) -> jax.Array:
 
 def _split_blocks(x: jax.Array, axis: int) -> jax.Array:
     """Return x as (..., blocks, values of a block, ...): dimension `axis` is cut into two."""
-    size = block(x.shape[axis])
+    size = block_size(x.shape[axis])
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
-def scales_of(x: jax.Array, axis: int) -> jax.Array:
+def block_scales(x: jax.Array, axis: int) -> jax.Array:
     """Return the largest magnitude of each block along dimension `axis`, in x's shape with that dimension counting blocks."""
     return jnp.max(jnp.abs(_split_blocks(x, axis)), axis=axis + 1)
 
 
 def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
-    """Return an f32 array in blocks along dimension `axis`, rounded to nearest as published. scales: from `scales_of`.
+    """Return an f32 array in blocks along dimension `axis`, rounded to nearest as published. scales: from `block_scales`.
 
     The unsigned map is for second moments. In the unsigned map only 0 becomes 0: a value below the smallest positive value of
     the map, 3.3e-7 of the block's largest, is rounded up. If a second moment became 0 while its first moment did not, the
@@ -119,13 +119,13 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
     return Blocks(codes.astype(jnp.uint8).reshape(x.shape), scales)
 
 
-def axis_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
+def find_block_axis(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
     """Return the dimension that is cut into blocks, from the shapes of codes and scales."""
     return next(d for d, (n, blocks) in enumerate(zip(codes, scales, strict=True)) if n != blocks)
 
 
 def decode(blocks: Blocks, signed: bool) -> jax.Array:
     """Return the array that was encoded in these blocks, f32. signed: as in `encode`."""
-    axis = axis_of(blocks.codes.shape, blocks.scales.shape)
+    axis = find_block_axis(blocks.codes.shape, blocks.scales.shape)
     values = _value(_split_blocks(blocks.codes, axis), signed) * jnp.expand_dims(blocks.scales, axis + 1)
     return values.reshape(blocks.codes.shape)

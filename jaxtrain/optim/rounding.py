@@ -38,7 +38,7 @@ class Rounding:
     seed: int
     layers: tuple[int | None, ...] | None = None  # the layer in each slot of a stack (None: empty); None: slot i has layer i
 
-    def rounded(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
+    def round_params(self, exact: Params, params: Params, step: jax.Array, layer: jax.Array | None = None) -> Params:
         """Return the updated weights `exact`, f32, in the dtypes of `params`. Rounding to bfloat16 is stochastic.
 
         step: int32 (), the step's number. layer: int32 (), the layer's index if stacks are updated layer by layer; None:

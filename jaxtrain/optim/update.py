@@ -28,11 +28,11 @@ Update = Callable[[Params, Any, Params, jax.Array | None, jax.Array, jax.Array, 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
-def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
+def make_update(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..., tuple[Params, Any]]:
     """Return an `Update` of all given parameters at once, on the device.
 
-    The returned function has one more argument, layer: int32 (), the index of a layer, with which `streamed` calls it for each
-    layer; None for all layers.
+    The returned function has one more argument, layer: int32 (), the index of a layer, with which the streamed update calls it
+    for each layer; None for all layers.
     """
 
     def update(
@@ -48,7 +48,7 @@ def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..
         if scale is not None:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         updates, new = tx.update(grads, state, params)
-        new_params = rounding.rounded(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
+        new_params = rounding.round_params(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
         # `taken` selects element by element, in the kernels that write the results: a conditional would allocate old and new.
         return (
             jax.tree.map(lambda p, new: jnp.where(taken, new, p), params, new_params),
@@ -58,7 +58,7 @@ def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..
     return update
 
 
-def streamed(
+def make_streamed_update(
     optimizer: schema.Optimizer,
     dtypes: schema.Dtypes,
     axes: Params,
@@ -74,7 +74,7 @@ def streamed(
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
     unstacked_axes = {name: a for name, a in axes.items() if name != STACK}
     update_layer, update_unstacked = (
-        at_once(make_optimizer(optimizer, dtypes, a, placement, numerics), rounding) for a in (layer_axes, unstacked_axes)
+        make_update(make_optimizer(optimizer, dtypes, a, placement, numerics), rounding) for a in (layer_axes, unstacked_axes)
     )
 
     def map_moments(change: Callable[..., Any], state: Any, *states: Any) -> Any:

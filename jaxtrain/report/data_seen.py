@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data import seen
-from jaxtrain.data.seen import History, Row, SeenError
-from jaxtrain.data.show import counted, tokenizer_of, written
+from jaxtrain.data.seen import BatchRow, History, SeenError
+from jaxtrain.data.show import load_file_tokenizer, plural, render_tokens
 from jaxtrain.data.tokenfile import TokenFile
 
 SHOWN = 50  # steps of a document, and documents with a text, that are listed
@@ -30,16 +30,16 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
 def print_step(history: History, step: int, texts: bool) -> None:
     """Print the documents of a step, a line each; with `texts`, also their tokens as text."""
     rows, stretch = history.step(step), history.stretch_of(step)
-    print(f"step {step}: {counted(len(rows), 'sequence')}, {'read' if step <= history.done else 'not read yet'}")
+    print(f"step {step}: {plural(len(rows), 'sequence')}, {'read' if step <= history.done else 'not read yet'}")
     _print_rows(history, rows, texts)
     for skipped in history.skipped:
         if skipped.first <= step <= skipped.last:
             steps = f"steps {skipped.first} to {skipped.last} before the rollback to step {skipped.back_to}"
-            print(f"{steps}: {counted(len(skipped.rows), 'sequence')}, skipped since then")
+            print(f"{steps}: {plural(len(skipped.rows), 'sequence')}, skipped since then")
             _print_rows(history, history.rows(stretch, skipped.rows), texts)
 
 
-def _print_rows(history: History, rows: list[Row], texts: bool) -> None:
+def _print_rows(history: History, rows: list[BatchRow], texts: bool) -> None:
     print("sequence  epoch  document  tokens of the document       file")
     for row in rows:
         file, label = history.file(row.source), history.label(row.source)
@@ -48,20 +48,20 @@ def _print_rows(history: History, rows: list[Row], texts: bool) -> None:
             tokens = f"{first - begin:,} to {last - begin:,} of {end - begin:,}"
             print(f"{row.row:8}  {row.epoch:5}  {document:8}  {tokens:27}  {label}")
             if texts:
-                print(written(file, first, last, tokenizer_of(file)[0]))
+                print(render_tokens(file, first, last, load_file_tokenizer(file)[0]))
 
 
 def print_readings(history: History, source: int, spans: list[tuple[int, int]]) -> None:
     """Print when the run reads spans in a source's file, (first, last) of their tokens."""
-    with progress(history.work(source)) as advance:
-        readings = history.when(source, spans, advance)
+    with progress(history.count_rows(source)) as advance:
+        readings = history.find_readings(source, spans, advance)
     file, label = history.file(source), history.label(source)
     for (first, last), span_readings in zip(spans, readings, strict=True):
         document = int(np.searchsorted(file.doc_offsets, first, "right")) - 1
         begin = int(file.doc_offsets[document])
         past = sum(reading.step <= history.done for reading in span_readings)
         print(
-            f"document {document} of {label}, tokens {first - begin:,} to {last - begin:,}: read {counted(past, 'time')} until "
+            f"document {document} of {label}, tokens {first - begin:,} to {last - begin:,}: read {plural(past, 'time')} until "
             f"step {history.done}, {len(span_readings) - past} to come"
         )
         for reading in span_readings[:SHOWN]:
@@ -89,17 +89,17 @@ def print_text(history: History, text: str) -> None:
     count, full = 0, False
     for source in range(len(history.sources)):
         file, label = history.file(source), history.label(source)
-        tokenizer, note = tokenizer_of(file)
+        tokenizer, note = load_file_tokenizer(file)
         if tokenizer is None:
             raise SeenError(f"--text = {text}: {label} cannot be searched: {note}")
         with progress(file.header["tokens"]) as advance:
-            spans = seen.places(file, tokenizer, text, advance)
+            spans = seen.find_occurrences(file, tokenizer, text, advance)
         print_readings(history, source, spans[: max(0, SHOWN - count)])
         count += len(spans)
-        full |= len(spans) == seen.PLACES
+        full |= len(spans) == seen.MAX_OCCURRENCES
     limit = f"; the first {SHOWN} are listed" if count > SHOWN else ""
     more = " or more" if full else ""
-    print(f"{counted(count, 'place')}{more} with this text in {counted(len(history.sources), 'file')}{limit}")
+    print(f"{plural(count, 'place')}{more} with this text in {plural(len(history.sources), 'file')}{limit}")
 
 
 def print_overlap(history: History, path: Path, until: int, ngram_size: int) -> None:
@@ -108,14 +108,14 @@ def print_overlap(history: History, path: Path, until: int, ngram_size: int) -> 
     if until > last:
         raise SeenError(f"--step = {until}: the run has steps 1 to {last}")
     sources = range(len(history.sources))
-    work = sum(history.work(k, until) + history.file(k).header["tokens"] for k in sources)
+    work = sum(history.count_rows(k, until) + history.file(k).header["tokens"] for k in sources)
     with progress(work) as advance:
-        overlap = seen.overlap(history, held_out, until, ngram_size, advance)
+        overlap = seen.measure_overlap(history, held_out, until, ngram_size, advance)
     share_D = np.nan_to_num(overlap.ngrams_D)
     tense = "read" if until <= history.done else "will have read"
-    print(f"{path}: {counted(len(share_D), 'document')}, compared with what steps 1 to {until} {tense}")
+    print(f"{path}: {plural(len(share_D), 'document')}, compared with what steps 1 to {until} {tense}")
     print(f"  equal to a document that was read: {overlap.exact_D.sum():,}")
     print(f"  with an n-gram of {ngram_size} tokens that was read: {(share_D > 0).sum():,}")
-    print(f"  with {seen.MOST:.0%} of their n-grams or more: {(share_D >= seen.MOST).sum():,}")
+    print(f"  with {seen.SEEN_FRACTION:.0%} of their n-grams or more: {(share_D >= seen.SEEN_FRACTION).sum():,}")
     for document in [k for k in np.argsort(-share_D, kind="stable")[:WORST].tolist() if share_D[k] > 0]:
         print(f"  document {document}: {share_D[document]:.0%} of its n-grams{', equal' if overlap.exact_D[document] else ''}")

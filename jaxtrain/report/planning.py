@@ -99,7 +99,7 @@ def plan_layout(job: PlanJob, cudnn: CudnnLibrary | None) -> int:
     cost = estimate_cost(planned, run, topology, compiled.program.checkpoint_bytes, cost_request) if counted else None
     del compiled
     tokens = run.tokens_before(run.train.steps)
-    epochs = opening.epochs(run.data, Path(run.paths.data), tokens)
+    epochs = opening.count_epochs(run.data, Path(run.paths.data), tokens)
     words = "" if epochs is None else f"{opening.epochs_in_words(epochs)} of {run.data.source}"
     length: dict[str, Any] = {"steps": run.train.steps, "tokens": tokens, "epochs": words, "cost": cost}
     print_plan(planned, console, **length)

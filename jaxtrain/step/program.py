@@ -26,7 +26,7 @@ from jaxtrain.models.remat import make_plan
 from jaxtrain.models.zero import Zero, make_zero
 from jaxtrain.optim.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.optim.rounding import Rounding
-from jaxtrain.optim.update import at_once, streamed
+from jaxtrain.optim.update import make_streamed_update, make_update
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.step.balance import Balance, is_bias
 from jaxtrain.step.batch import MICROBATCHES, abstract_batch
@@ -210,7 +210,7 @@ def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
     settings = (run.optimizer, run.dtypes, trained_axes, placement, zero.numerics)
     tx = make_optimizer(*settings, own_settings(run.own))
     rounding = Rounding(run.train.seed, layout.stages.order if pipe else None)
-    update = streamed(*settings, rounding) if offload else at_once(tx, rounding)
+    update = make_streamed_update(*settings, rounding) if offload else make_update(tx, rounding)
 
     # The arrays.
     averages = run.train.ema_decay > 0

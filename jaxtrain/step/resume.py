@@ -66,7 +66,7 @@ def compare_configs(
             f"{_format(name, before)} -> {_format(name, after)}" if changed else f"{_format(name, after)} has other content"
         )
         rule = resume_of(name)
-        if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
+        if name == groups.KEY and groups.optimizer_overrides(before[name]) != groups.optimizer_overrides(after[name]):
             rule = Resume("never", "parameters that change their optimizer store other tensors")
         if name == "model.attention_pattern" and _delta_net_layers(old_run) != _delta_net_layers(schema.resolve(new)[0]):
             rule = Resume("never", "delta nets and softmax attention have other weights")

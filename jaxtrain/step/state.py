@@ -280,7 +280,7 @@ def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str |
 
     The digests of a stack are uint32 (slots, 3); an unstacked array has one, (3,). An empty slot has a digest too, with name
     None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
-    compiled: the compiled program of digests.program for the arrays in device memory; None: compile it now.
+    compiled: the compiled program of digest_program for the arrays in device memory; None: compile it now.
     """
     leaves = named_leaves(state)
     out: list[tuple[list[str | None], Any]] = []

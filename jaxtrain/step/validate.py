@@ -43,7 +43,7 @@ from jaxtrain.models import FAMILIES, rules
 from jaxtrain.models.activations import parse_tensors
 from jaxtrain.models.precision import fp8_problems, fp8_weight_names, matmul_weights
 from jaxtrain.optim import groups
-from jaxtrain.optim.moments import INT8, too_coarse
+from jaxtrain.optim.moments import INT8, find_decay_problems
 from jaxtrain.runtime.timelimit import limit_s
 from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.step.resume import check_allow_change
@@ -117,7 +117,9 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
         reported |= {p.key for p in problems}
-        data_problems = opening.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
+        data_problems = opening.check_data(
+            run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_)
+        )
         problems += [p for p in data_problems if p.key not in reported]
     return problems
 
@@ -178,10 +180,10 @@ def _combined_problems(run: RunConfig, devices: Devices, bad: set[str]) -> list[
             problems += fp8_weight_names(run.precision, run.fp8.exclude, matmul_weights(run.model))[1]
     problems += schema.parse_options(run.compiler.options)[1]
     problems += _schedule(optimizer, run.train.steps, bad)
-    problems += [] if bad & {"dtypes.v", "optimizer.beta2"} else too_coarse(optimizer, dtypes)
+    problems += [] if bad & {"dtypes.v", "optimizer.beta2"} else find_decay_problems(optimizer, dtypes)
     problems += _repeatable(run.train, run.compiler, devices)
-    problems += groups.problems(optimizer.groups, optimizer.name)
-    problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.too_fast(optimizer)
+    problems += groups.find_group_problems(optimizer.groups, optimizer.name)
+    problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.find_rate_problems(optimizer)
     if optimizer.offload == "moments" and optimizer.name not in groups.METHODS:
         rule, instead = (
             f"updates layer by layer, and {optimizer.name} may need all of them at once",

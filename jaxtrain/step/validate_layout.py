@@ -95,7 +95,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
         yield from check_experts(run, hardware, layout, bad)
         if not run.lora.rank and m.family in FAMILIES and not bad & SHAPE_KEYS:
             matrices = {} if m.kv_lora_rank else layer_matrices(m)
-            yield from moments.problems(run.optimizer, run.dtypes, matrices, layout.shards)
+            yield from moments.find_block_problems(run.optimizer, run.dtypes, matrices, layout.shards)
     if hardware and "model.head_dim" not in bad:
         yield from attention_specs.problems(run, context or Context(), hardware)
 

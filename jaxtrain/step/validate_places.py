@@ -91,7 +91,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     from jaxtrain.data import tokenizer
 
     return resume.compare_configs(
-        stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer)
+        stored, to_dict(run), run.checkpoint.allow_change, tokenizer.tokenizer_hashes(meta, run.data.tokenizer)
     )[1]
 
 

@@ -39,7 +39,7 @@ class Verifier:
         self._names, leaves = zip(*_leaves(abstract), strict=True)
         self._specs = [a.sharding.spec for a in leaves]
         local = jax.shard_map(
-            lambda *xs: jnp.stack([digests.sums(x)[:2] for x in xs])[None],
+            lambda *xs: jnp.stack([digests.digest_sums(x)[:2] for x in xs])[None],
             mesh=mesh,
             in_specs=tuple(self._specs),
             out_specs=P(mesh.axis_names),
@@ -129,7 +129,7 @@ def compare_matmuls() -> str:
     results = {}
     for device in jax.local_devices():
         x = jax.device_put(jax.random.normal(key, (PROBE, PROBE)) / math.sqrt(PROBE), device)
-        results[device] = digests.text(jax.jit(digests.sums)(product(x)))
+        results[device] = digests.to_hex(jax.jit(digests.digest_sums)(product(x)))
     usual = collections.Counter(results.values()).most_common(1)[0][0]
     odd = [device for device, bits in results.items() if bits != usual]
     return f"{_list_devices(odd)} computes other results than the others" if odd else "all agree on a test matmul"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.schema import DELTA, ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.chat_template import ChatTemplate, Conversation, load_template
-from jaxtrain.data.prepare import encode
+from jaxtrain.data.prepare import encode_pieces
 from jaxtrain.data.rows import Piece
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError
@@ -240,7 +240,7 @@ class Chat:
         """
         if spec == "byte" and not text.tokenizer_sha256:
             raise TokenizerError("the model has no tokenizer. Fix: name its folder, --tokenizer=DIR")
-        self.tokenizer, text = text_format.load(text, spec)
+        self.tokenizer, text = text_format.load_with_tokenizer(text, spec)
         date = datetime.date.today().isoformat()
         model_template = None if template else text.chat_template(self.tokenizer.control_tokens(), date)
         self.template: ChatTemplate = model_template or load_template(spec, self.tokenizer, template, date)
@@ -249,7 +249,7 @@ class Chat:
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the beginning of an answer. Raises RowError if the template cannot write it."""
-        ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(conversation)))])
+        ((ids, _, _),) = encode_pieces(self.tokenizer, [Piece("", 0, chunks=tuple(self.template.split_prompt(conversation)))])
         return ids.tolist()
 
     def answer(self, model: LoadedModel, conversation: Conversation, ask: Sampling) -> str:

@@ -14,7 +14,7 @@ from jaxtrain.config.schema import ConfigError, Data, RunConfig, from_dict
 from jaxtrain.data.batches import open_source
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.opening import is_custom
-from jaxtrain.data.seen import History, SeenError, Skipped, Stretch
+from jaxtrain.data.seen import DataStretch, History, SeenError, Skipped
 from jaxtrain.metrics import files as metrics
 from jaxtrain.step import resume
 from jaxtrain.step.validate_places import checkpoints_folder
@@ -108,7 +108,7 @@ def _mixture(run: RunConfig, workdir: Path, step: int, meta: Mapping[str, Any], 
     return source.mixture
 
 
-def _skipped(item: Mapping[str, Any], stretches: Sequence[Stretch]) -> Skipped:
+def _skipped(item: Mapping[str, Any], stretches: Sequence[DataStretch]) -> Skipped:
     """Return an item of skipped_data.json."""
     first, last = item["steps"]
     stretch = next((each for each in stretches if each.first <= first <= each.last), stretches[-1])
@@ -116,7 +116,7 @@ def _skipped(item: Mapping[str, Any], stretches: Sequence[Stretch]) -> Skipped:
     return Skipped(first, last, item["back_to"], np.arange(begin, end))
 
 
-def _stretch(entry: Mapping[str, Any], last: int) -> Stretch:
+def _stretch(entry: Mapping[str, Any], last: int) -> DataStretch:
     data_position, unit = position.position_of(entry), entry["unit"]
 
     def rows(step: int) -> np.ndarray:
@@ -128,4 +128,4 @@ def _stretch(entry: Mapping[str, Any], last: int) -> Stretch:
         for first, end in data_position.skipped
         if end > data_position.begin
     ]
-    return Stretch(entry["step"] + 1, last, rows, data, skipped)
+    return DataStretch(entry["step"] + 1, last, rows, data, skipped)

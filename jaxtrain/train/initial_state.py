@@ -129,7 +129,7 @@ def choose_start(
     meta = checkpoints.meta(step)
     if imported := resume.check_trained(meta, str(checkpoints.directory)):
         raise ConfigError(imported)
-    same = tokenizer.contents(meta, run.data.tokenizer)
+    same = tokenizer.tokenizer_hashes(meta, run.data.tokenizer)
     notes, problems = resume.compare_configs(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
     if step > run.train.steps:
         problems.append(
@@ -314,7 +314,7 @@ def initial_state(
     run, abstract, digest = program.run, program.state, ""
     bare_state = dataclasses.replace(abstract, ema=())
     if start.resumed:
-        stored = checkpoints.stored(start.step)
+        stored = checkpoints.tensor_specs(start.step)
         averaged = any(name.startswith(state.EMA) for name in stored)
         unused = averaged and not abstract.ema
         abstract = abstract if averaged else bare_state

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.schema import Dtypes, RunConfig, own_settings
-from jaxtrain.data.batches import open_source, with_documents
+from jaxtrain.data.batches import open_source, resolve_max_segments
 from jaxtrain.step import compiler
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.memory import compile_to_fit
@@ -159,7 +159,7 @@ def compile_step(
 def first_steps(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     """Take the first steps of a run on these devices. Raises the errors of `compile_step`."""
     rows = open_rows(run)
-    program, step, _ = compile_step(with_documents(run, rows), devices)
+    program, step, _ = compile_step(resolve_max_segments(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 

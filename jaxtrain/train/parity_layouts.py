@@ -131,7 +131,7 @@ def load_layout(layout: ParityLayout, argv: Sequence[str], *more: str) -> tuple[
       argv: config file and overrides of the command line.
       more: overrides that are set last.
     """
-    loaded = loading.load([*argv, *layout.argv, *(f"--config.{m}" for m in more)])
+    loaded = loading.load_config([*argv, *layout.argv, *(f"--config.{m}" for m in more)])
     if not loaded.file_read:
         return loaded.run, loaded.problems
     return loaded.run, [*loaded.problems, *validate_step(loaded.run, find_devices(layout.devices, f"--meshes={layout.name}"))]
@@ -203,7 +203,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[ParityLayout]) ->
     """Return the reasons why these valid runs cannot be compared: data, optimizer, experts, memory."""
     run = runs[0]
     data = dataclasses.replace(run.data, eval_source="")
-    problems = opening.check(data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
+    problems = opening.check_data(data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     if run.optimizer.name not in METHODS:
         rule = "gradients are read from Adam's first moment, or Muon's momentum"
         problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))

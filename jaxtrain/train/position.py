@@ -169,7 +169,7 @@ def add_skipped(
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
     entries = [*read_skipped(directory), new]
-    Storage(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": entries}))
+    Storage(directory).write(directory / NAME, files.to_sealed_json({"format": 1, "skipped": entries}))
     return entries
 
 

@@ -70,7 +70,7 @@ def write_bundle(
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
     sums = state.digests_by_name(state.to_digests(current))
-    tensor_digests = [(name, digests.text(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
+    tensor_digests = [(name, digests.to_hex(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
     tensors = state.to_tensors(weights_alone(current))
     try:
         store.save_now(
@@ -81,8 +81,8 @@ def write_bundle(
             record = {
                 "format": FORMAT,
                 **{k: finite_or_text(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(skip).items()},
-                "state_digest": digests.combine(tensor_digests),
-                "weights_digest": digests.combine((n, d) for n, d in tensor_digests if n.startswith("params.")),
+                "state_digest": digests.combine_digests(tensor_digests),
+                "weights_digest": digests.combine_digests((n, d) for n, d in tensor_digests if n.startswith("params.")),
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
                 "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
                 "config": config,
@@ -93,7 +93,7 @@ def write_bundle(
             }
             if (autotune_file := compiler.autotune_path(options)) and autotune_file.exists():
                 shutil.copy(autotune_file, folder / compiler.AUTOTUNED)
-            write_atomic(folder / BUNDLE, files.sealed(record))
+            write_atomic(folder / BUNDLE, files.to_sealed_json(record))
     except (CheckpointError, OSError) as error:
         raise ReplayError(f"step {skip.step} cannot be stored for a replay: {error}") from error
     return to_run_sh(f"kept for a replay: python -m jaxtrain.main --replay={shlex.quote(str(folder))}")
@@ -145,7 +145,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     current = _state(folder, record, program)
     sums = state.digests_by_name(state.to_digests(weights_alone(current)))
     del sums["step"]
-    same = digests.combine((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
+    same = digests.combine_digests((name, digests.to_hex(x)) for name, x in sums.items()) == record["weights_digest"]
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
     params_copy = jax.tree.map(jnp.copy, params)  # the step donates its state

@@ -16,7 +16,7 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.launch import Launch
 from jaxtrain.config.schema import Checkpoint, ConfigError, Problem, RunConfig, resolve, shared_settings
 from jaxtrain.data import text_format
-from jaxtrain.data.batches import with_documents
+from jaxtrain.data.batches import resolve_max_segments
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf.importing import open_origin
@@ -110,7 +110,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         import_named_parts(run)
         run = drop_used_step(run, checkpoints)
         data, held_out = open_data(run)
-        user_run, run = run, with_documents(run, data, *held_out.values())
+        user_run, run = run, resolve_max_segments(run, data, *held_out.values())
         program = build_program(run, devices)
         model_flops(run)  # a family may state them wrongly
         options = compiler.choose_options(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
@@ -124,7 +124,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
         tokenizer = None
         if run.sample.max_tokens and not data.synthetic:
-            tokenizer, text = text_format.load(text, run.data.tokenizer)
+            tokenizer, text = text_format.load_with_tokenizer(text, run.data.tokenizer)
         if tokenizer:
             generation.check_decodes(run.model.family, run.sample.max_tokens, program.definition)
         for prompt in samples.split_prompts(run.sample.prompt) if tokenizer else ():
@@ -141,16 +141,16 @@ def text_of_run(spec: str, init_from: str, data: Any, checkpoints: Checkpoints, 
 
     Raises CheckpointError, HuggingFaceError or TokenizerError if one of them cannot be read.
     """
-    tokenizer = load_tokenizer(spec) if not data.synthetic and text_format.is_here(spec) else None
-    tokenizer_text = text_format.of_files(spec) if tokenizer else TextFormat()
+    tokenizer = load_tokenizer(spec) if not data.synthetic and text_format.is_local(spec) else None
+    tokenizer_text = text_format.read_text_format(spec) if tokenizer else TextFormat()
     data_text = getattr(data, "text", tokenizer_text)  # a user's own source may leave it out
     if start.resumed:
-        before = TextFormat.of(checkpoints.meta(start.step)["text"])
+        before = TextFormat.from_record(checkpoints.meta(start.step)["text"])
     else:
         before = open_origin(init_from).text() if init_from else TextFormat()
     if data.synthetic:  # it teaches no end of a text
         return before if before.tokenizer_sha256 else data_text
-    return text_format.merge(data_text, tokenizer, before, tokenizer_text)
+    return text_format.merge_formats(data_text, tokenizer, before, tokenizer_text)
 
 
 def positions_of_run(seq_len: int, init_from: str, checkpoints: Checkpoints, start: Start) -> int:

@@ -29,7 +29,7 @@ class Snapshot(NamedTuple):
     """Copies of a state's tensors by name, and digests of the state itself."""
 
     tensors: Tensors
-    sums: Callable[[], dict[str, np.ndarray]]  # waits for them: uint32 (3,) by name (digests.sums)
+    sums: Callable[[], dict[str, np.ndarray]]  # waits for them: uint32 (3,) by name (digests.digest_sums)
     began: float  # when copying began, by time.perf_counter()
 
 
@@ -175,7 +175,7 @@ def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
         return out, jnp.stack(sums)
 
     abstract = [leaf.abstract for leaf in leaves]
-    summed = digests.program(abstract, [leaf.stacked for leaf in leaves])
+    summed = digests.digest_program(abstract, [leaf.stacked for leaf in leaves])
     shardings = [a.sharding for a in abstract_copies]
     memory = jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in abstract_copies], out_shardings=shardings)
     copying = jax.jit(
@@ -186,10 +186,10 @@ def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=8)
 def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
-    """Return compiled functions: digests of all arrays in device memory (digests.program); array[, slot] -> copy, by leaf."""
+    """Return compiled functions: digests of all arrays in device memory (digest_program); array[, slot] -> copy, by leaf."""
     device_leaves = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
     arrays = [leaf.abstract for leaf in device_leaves]
-    summed = digests.program(arrays, [leaf.stacked for leaf in device_leaves]).lower(*arrays).compile()
+    summed = digests.digest_program(arrays, [leaf.stacked for leaf in device_leaves]).lower(*arrays).compile()
     layer, copying = jax.ShapeDtypeStruct((), jnp.int32), {}
     for leaf in dict.fromkeys(leaves):
         if leaf.stacked:

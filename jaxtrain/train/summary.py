@@ -116,7 +116,7 @@ def print_summary(setup: Setup, console: Console) -> None:
     if not setup.user_run.data.max_segments and run.data.masks_documents:
         say(f"data: up to {run.data.max_segments} documents in a sequence")
     for prompt in samples.split_prompts(run.sample.prompt) if setup.tokenizer else ():
-        if note := text_format.control_in(prompt, setup.tokenizer, "sample.prompt"):
+        if note := text_format.note_control_tokens(prompt, setup.tokenizer, "sample.prompt"):
             console.warn(note)
     if other_templates := getattr(data, "templates", ()):
         template_names = " and ".join([setup.text.template_name, *other_templates])

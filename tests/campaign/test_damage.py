@@ -45,7 +45,7 @@ def test_nothing_damaged_loads_as_if_it_were_good(tmp_path: Path) -> None:
     assert faults.in_process(faults.folder / "run") == 0
     good = faults.folder / "run/checkpoints"
     truth = runs.tensors(faults.folder / "run", 10)
-    there = [*files.listed(good / "10"), files.NAME]
+    there = [*files.list_step_files(good / "10"), files.NAME]
     data = [name for name in there if "/d/" in name]
     rng, refused = dice("damage"), 0
     for i in range(FLIPS + CUTS):

@@ -13,7 +13,7 @@ from token_files import finished, write_lines
 
 from jaxtrain.commands.data import main
 from jaxtrain.data import prepare
-from jaxtrain.data.tokenfile import TokenFile, verify
+from jaxtrain.data.tokenfile import TokenFile, verify_file
 
 
 def start(folder: Path, *args: str, program: str = "") -> subprocess.Popen:
@@ -62,11 +62,11 @@ def test_killed_and_started_again_gives_the_same_file(tmp_path):
     assert again.returncode == 0, error
     assert int(re.search(r"(\d+) of \d+", error)[1]) >= len(done)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "a.tok", "a.val.tok"]
-    prepare.prepare([f"{tmp_path}/a.jsonl"], tmp_path / "b.tok", validation=0.1)
+    prepare.prepare_corpus([f"{tmp_path}/a.jsonl"], tmp_path / "b.tok", validation=0.1)
     for one, other in (("a.tok", "b.tok"), ("a.val.tok", "b.val.tok")):
         files = [TokenFile.open(tmp_path / name) for name in (one, other)]
         assert files[0].header["content_sha256"] == files[1].header["content_sha256"]
-        assert verify(tmp_path / one) == ""
+        assert verify_file(tmp_path / one) == ""
 
 
 def test_a_process_that_dies_is_an_error_and_the_rest_is_kept(tmp_path):

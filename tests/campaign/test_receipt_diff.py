@@ -33,7 +33,7 @@ def token_file(folder: Path, text: bytes) -> Path:
     """Write text.tok in a new folder, with a document for each line of the text. `receipt diff` ignores the folder's path."""
     folder.mkdir()
     byte = tokenizer.ByteTokenizer()
-    with TokenWriter(folder / "text.tok", tokenizer.info(byte)) as writer:
+    with TokenWriter(folder / "text.tok", tokenizer.tokenizer_info(byte)) as writer:
         for line in text.splitlines():
             writer.write(byte.encode(line.decode()), len(line))
             writer.end_document()

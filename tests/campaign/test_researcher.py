@@ -79,7 +79,7 @@ def test_losses_are_those_of_one_device_and_depend_on_every_setting(lab):
 
 
 def test_mfu_is_that_of_the_counted_matmuls(lab):
-    run = loading.load([f"--config={lab / 'lab.py'}"]).run
+    run = loading.load_config([f"--config={lab / 'lab.py'}"]).run
     m, T = run.model, run.data.seq_len
     attention = 2 * m.d_model * m.num_heads * m.head_dim * 2 + 2 * m.d_model * m.num_kv_heads * m.head_dim * 2
     weights = m.num_layers * (attention + 2 * 2 * m.d_model * m.d_ff) + 2 * m.d_model * m.vocab_size
@@ -112,7 +112,7 @@ def test_a_plan_counts_what_the_program_multiplies(lab):
     words = ("--topology=h200:8", "--json=plan.json", "--config.precision=bf16", "--config.remat.policy=none")
     assert command(lab, "plan", *words)[0] == 0
     plan = json.loads((lab / "plan.json").read_text(encoding="utf-8"))
-    run = loading.load([f"--config={lab / 'lab.py'}"]).run
+    run = loading.load_config([f"--config={lab / 'lab.py'}"]).run
     counted = model_flops(run).training
     assert plan["flops"]["per_token_causal"] == counted.causal
     attention = 3 * run.model.num_layers * 4 * run.model.num_heads * run.model.head_dim * run.data.seq_len

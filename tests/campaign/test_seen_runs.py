@@ -98,12 +98,12 @@ def test_what_was_seen_is_what_the_steps_were_given(tmp_path: Path, count: int) 
         wanted = {tuple(file.tokens[k * 32 : k * 32 + 32].tolist()) for k in windows}
         there = sorted((step, row) for step, rows in record.items() for row, tokens in rows.items() if tuple(tokens) in wanted)
         assert [
-            (reading.step, reading.row) for reading in history.when(history.source_of("b.tok"), [(first, last)])[0]
+            (reading.step, reading.row) for reading in history.find_readings(history.source_of("b.tok"), [(first, last)])[0]
         ] == there
     every = {tuple(tokens) for rows in record.values() for tokens in rows.values()}
     documents = {name: ranges(TokenFile.open(tmp_path / f"{name}.tok"), every) for name in "abc"}
     whole = {ids for found in documents.values() for ids, complete in found if complete}
-    equal = seen.overlap(history, file, 15).exact_D.tolist()
+    equal = seen.measure_overlap(history, file, 15).exact_D.tolist()
     assert equal == [ids in whole for ids, _ in documents["b"]] and 0 < sum(equal) < len(equal)
     for option in (
         "--step=8 --show-text",

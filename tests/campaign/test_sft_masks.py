@@ -14,7 +14,7 @@ import token_files
 
 from jaxtrain.data import prepare
 from jaxtrain.data.chat_template import ChatTemplate, RowError, load_template
-from jaxtrain.data.rows import Piece, conversation
+from jaxtrain.data.rows import Piece, parse_conversation
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -72,8 +72,8 @@ def loses_thoughts(tok: Tokenizer, row: dict[str, Any], ids: list[int]) -> bool:
 
 def written(tok: Tokenizer, made: ChatTemplate, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
     """Return the tokens and loss flags that jaxtrain makes of one conversation."""
-    _, parts = made.parts(conversation(row), "assistant")
-    ((ids, flags, _),) = prepare.encode(tok, [Piece("", 0, parts=tuple(parts))])
+    _, parts = made.split_conversation(parse_conversation(row), "assistant")
+    ((ids, flags, _),) = prepare.encode_pieces(tok, [Piece("", 0, chunks=tuple(parts))])
     assert flags is not None
     return ids.tolist(), flags.tolist()
 
@@ -172,7 +172,7 @@ def test_turns_without_marks_are_those_of_trls_marked_templates(folder: Path, ca
 
 def generation_prompt(made: ChatTemplate) -> str:
     """Return the text with which a template begins an answer."""
-    asked = conversation({"messages": [{"role": "user", "content": "a"}]})
+    asked = parse_conversation({"messages": [{"role": "user", "content": "a"}]})
     before, after = made.render(asked), made.render(asked, prompt=True)
     return after.removeprefix(before)
 

@@ -16,7 +16,7 @@ from jaxtrain import main
 from jaxtrain.commands import data as data_command
 from jaxtrain.commands import hf as command
 from jaxtrain.config.shapes import REWARD_METRICS
-from jaxtrain.data.loading import load
+from jaxtrain.data.loading import load_config
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.windows import PairRows
 from jaxtrain.hf.folder import open_folder
@@ -101,7 +101,7 @@ def arguments(folder: Path, model: Path, run: str, **more: object) -> list[str]:
 
 def order(args: list[str]) -> list[int]:
     """Return the numbers of the pairs that a run reads, in its order."""
-    data, _ = open_data(load(args).run)
+    data, _ = open_data(load_config(args).run)
     (source,) = data.sources
     assert isinstance(source, PairRows)
     rows = [row for step in range(STEPS) for row in read_windows(data, step)[source.name]]

@@ -140,7 +140,7 @@ def with_meta(change: Callable[[dict[str, Any]], object], run: str = "b") -> Cal
         path = folder / run / "checkpoints/4/meta.json"
         meta = files.unseal(path.read_text())
         change(meta)
-        path.write_text(files.sealed(meta))
+        path.write_text(files.to_sealed_json(meta))
 
     return act
 
@@ -257,7 +257,7 @@ def test_the_new_folder_stands_alone(two: Path):
     path = two / "elsewhere/4/meta.json"
     meta = files.unseal(path.read_text())
     meta["config"]["checkpoint"]["dir"] = str(two / "elsewhere")
-    path.write_text(files.sealed(meta))
+    path.write_text(files.to_sealed_json(meta))
     assert average(two, "a", "b") == 0
     assert runs.steps(two / "out") == [0]
     assert sample.main([f"--workdir={two / 'out'}", "--prompt=a", "--max-tokens=1"]) == 0

@@ -28,7 +28,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("files")
     rng = np.random.default_rng(0)
     for name in "ab":
-        with TokenWriter(folder / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+        with TokenWriter(folder / f"{name}.tok", tokenizer.tokenizer_info(tokenizer.ByteTokenizer())) as writer:
             for _ in range(60):
                 writer.write(rng.integers(0, 250, 99).tolist(), 99)
                 writer.end_document()

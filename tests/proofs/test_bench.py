@@ -40,7 +40,7 @@ def compiled():
 
 def test_figures_follow_from_the_times(compiled):
     r, _ = compiled
-    run = loading.load(ask()["argv"]).run
+    run = loading.load_config(ask()["argv"]).run
     assert r["verdict"] == "ok" and r["steps"] == 4 and r["mesh"]["fsdp"] * r["mesh"]["data"] == 2
     s = r["step_s"]
     assert 0 < s["min"] <= s["q1"] <= s["median"] <= s["q3"] <= s["max"]

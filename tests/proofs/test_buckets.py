@@ -47,10 +47,10 @@ def test_restore_is_bit_identical_and_commands_find_it(bucket: Bucket, capsys: p
     assert again.save(5, placed(values(5), mesh(8, 1)), {}) is None, "it is saved already"
 
     for path, step in {f"{bucket.url}/run": 5, at: 5, f"{at}/4": 4, f"{at}/4/": 4}.items():
-        located, step_meant = checkpoint.locate(path)
+        located, step_meant = checkpoint.locate_checkpoint(path)
         assert step_meant == step and located.directory == found.directory
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"dir": at}}))
-    assert checkpoint.locate(tmp_path)[1] == 5
+    assert checkpoint.locate_checkpoint(tmp_path)[1] == 5
     assert main(["list", str(tmp_path)]) == 0 and main(["verify", f"{bucket.url}/run", "--step=4"]) == 0
     assert "0.2500" in capsys.readouterr().out
     assert main(["list", f"{bucket.url}/other"]) == 2
@@ -171,7 +171,7 @@ def test_addresses_that_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
             rule, remedy = stores.path_problem(f"{scheme}://bucket/run", checkpoints=True) or ("", "")
             assert package in rule and f"--extra {extra}" in remedy
             with pytest.raises(CheckpointError, match=f"--extra {extra}$"):
-                checkpoint.locate(f"{scheme}://bucket/run")
+                checkpoint.locate_checkpoint(f"{scheme}://bucket/run")
     assert command.main(["--config.checkpoint.dir=az://bucket/run", "--workdir=s3://bucket/run"]) == 2
     said = capsys.readouterr().err
     assert "checkpoint.dir = 'az://bucket/run'" in said and "--workdir = 's3://bucket/run'" in said

@@ -216,7 +216,7 @@ def test_times_are_of_warm_calls(monkeypatch):
 
 
 def test_gemms_are_compiled_as_in_training():
-    run = loading.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
+    run = loading.load_config(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
     program = build_program(run, topology.devices(topology.parse_topology("h200:8")))
     training = compiler.choose_options(program, compiler.card(139.8)).options
     assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS

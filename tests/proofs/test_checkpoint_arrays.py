@@ -34,9 +34,11 @@ def test_restore_is_bit_identical_and_reported(tmp_path: Path):
     assert meta["format"] == 5 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
     written = json.loads((tmp_path / "checkpoints/5/meta.json").read_text())
     assert {k: v for k, v in written.items() if k != "seal"} == meta, "plain JSON beside the arrays"
-    stored = found.stored(5)
+    stored = found.tensor_specs(5)
     assert {n: (s.shape, s.dtype) for n, s in stored.items()} == {n: (x.shape, x.dtype) for n, x in tensors.items()}
-    assert files.check(found.directory / "5") == files.Verdict(True, (), files.check(found.directory / "5").bytes)
+    assert files.check_files(found.directory / "5") == files.FileVerdict(
+        True, (), files.check_files(found.directory / "5").bytes
+    )
     # A save of the same step again changes nothing.
     assert found.save(5, placed(values(6), mesh(8, 1)), {}) is None
     assert Checkpoints(found.directory).save(5, placed(values(6), mesh(8, 1)), {}) is None, "nor from a resumed run"

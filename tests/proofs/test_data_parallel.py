@@ -8,7 +8,7 @@ import pytest
 from token_files import texts, write_lines
 
 from jaxtrain.data import prepare
-from jaxtrain.data.tokenfile import verify
+from jaxtrain.data.tokenfile import verify_file
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,11 @@ def test_the_file_is_the_same_for_any_number_of_processes_and_size_of_parts(corp
     made = {}
     for processes, shard_mb in ((1, 64), (1, 0.2), (2, 0.1)):
         out = tmp_path / f"{processes}-{shard_mb}.tok"
-        prepare.prepare(["*.jsonl", "*.parquet", "*.txt", "*.zst"], out, validation=0.2, processes=processes, shard_mb=shard_mb)
+        prepare.prepare_corpus(
+            ["*.jsonl", "*.parquet", "*.txt", "*.zst"], out, validation=0.2, processes=processes, shard_mb=shard_mb
+        )
         made[processes, shard_mb] = [p.read_bytes() for p in (out, prepare.validation_path(out))]
-        assert verify(out) == ""
+        assert verify_file(out) == ""
     assert all(files == made[1, 64] for files in made.values())
     assert len(texts(tmp_path / "1-64.tok")) + len(texts(tmp_path / "1-64.val.tok")) == 2000 + 3000 + 19 + 300
     assert not list(tmp_path.glob("*.partial"))

@@ -64,7 +64,7 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
 
     # The same bundle, changed as if it were of another step.
     other = files.unseal((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
-    (bundle / "bundle.json").write_text(files.sealed(other))
+    (bundle / "bundle.json").write_text(files.to_sealed_json(other))
     assert main.main([f"--replay={bundle}"]) == 1
     assert "OTHER bits" in capsys.readouterr().out
 
@@ -139,7 +139,7 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     same way.
     """
     for i, name in enumerate("ab"):
-        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.tokenizer_info(tokenizer.ByteTokenizer())) as writer:
             for _ in range(100):
                 writer.write([i] * 99, 99)
                 writer.end_document()

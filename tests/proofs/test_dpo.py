@@ -48,7 +48,7 @@ MODEL = {
 def pairs_file(path, count=160, seed=0):
     """Write a token file of preference pairs of random letters. Some completions consist only of the end-of-text token."""
     rng = np.random.default_rng(seed)
-    with TokenWriter(path, tokenizer.info(BYTE), loss=True, recipe={PAIRS: True}) as writer:
+    with TokenWriter(path, tokenizer.tokenizer_info(BYTE), loss=True, recipe={PAIRS: True}) as writer:
         for _ in range(count):
             prompt = rng.integers(97, 123, rng.integers(1, 12))
             for most in (10, 14):
@@ -194,12 +194,14 @@ def folder(tmp_path_factory):
     (folder / "small.py").write_text(runs.SMALL.replace("num_layers = 2", whole_weights))
     pairs_file(folder / "train.tok", 64)
     pairs_file(folder / "held_out.tok", 20, seed=1)
-    base = loading.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
+    base = loading.load_config(
+        [f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]
+    ).run
     saver = Checkpoints(folder / "base" / "checkpoints")
     meta = {
         "config": to_dict(base),
         "data": {"tokens": 0, "fingerprint": {}},
-        "text": text_format.of_files("byte").record(),
+        "text": text_format.read_text_format("byte").record(),
     } | {"positions": 64}
     saver.save(2, to_tensors(helpers.fresh_state(base)), meta)
     saver.close()

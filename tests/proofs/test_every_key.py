@@ -290,7 +290,7 @@ class Runs:
 
     def config(self, name: str, **more: Any) -> RunConfig:
         changes = self.base | (self.other if name == "other" else {}) | more
-        return loading.load(whole_runs.arguments(whole_runs.small(), self.folder / name, changes)).run
+        return loading.load_config(whole_runs.arguments(whole_runs.small(), self.folder / name, changes)).run
 
     @functools.cache  # noqa: B019 - lives as long as this module's tests
     def workdir(self, name: str) -> Path:

@@ -388,7 +388,7 @@ SIZES = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_hea
 def planned(config: str, *others: str):
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
     values = ("precision=fp8", "train.grad_accum=2", "train.global_batch=16", *(f"model.{o}" for o in SIZES), *others)
-    run = loading.load([f"--config={config}", *(f"--config.{o}" for o in values)]).run
+    run = loading.load_config([f"--config={config}", *(f"--config.{o}" for o in values)]).run
     made = compile_step(run, NODE)
     return run, made, read_plan(made, NODE)
 

@@ -35,7 +35,9 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("run") / "a, run=1"
     saver = Checkpoints(place / "checkpoints")
     data = {"tokens": 0, "fingerprint": {}}
-    meta = {"config": schema.to_dict(run), "data": data, "text": text_format.of_files("byte").record()} | {"positions": 64}
+    meta = {"config": schema.to_dict(run), "data": data, "text": text_format.read_text_format("byte").record()} | {
+        "positions": 64
+    }
     saver.save(1, to_tensors(helpers.fresh_state(run)), meta)
     saver.close()
     return place

@@ -182,16 +182,18 @@ def trained(tmp_path_factory):
     byte = tokenizer.ByteTokenizer()
     for name, seed in (("train", 0), ("held_out", 1)):
         draws = np.random.default_rng(seed)
-        with TokenWriter(folder / f"{name}.tok", tokenizer.info(byte)) as writer:
+        with TokenWriter(folder / f"{name}.tok", tokenizer.tokenizer_info(byte)) as writer:
             for _ in range(400):
                 word = "".join(draws.choice(list("abcdefgh"), 4))
                 writer.write(byte.encode(text := f"Say {word}. {word}"), len(text))
                 writer.end_document()
-    base = loading.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
+    base = loading.load_config(
+        [f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]
+    ).run
     meta = {
         "config": to_dict(base),
         "data": {"tokens": 0, "fingerprint": {}},
-        "text": text_format.of_files("byte").record(),
+        "text": text_format.read_text_format("byte").record(),
     } | {"positions": 64}
     save_base(folder / "base", to_tensors(helpers.fresh_state(base)), meta)
     assert run_adapters(folder, "adapters") == 0

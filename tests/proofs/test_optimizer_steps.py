@@ -19,9 +19,9 @@ from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.optim import muon
-from jaxtrain.optim.optimizer import FLOAT32, make_optimizer, make_schedule, stored_moments
+from jaxtrain.optim.optimizer import FLOAT32, adam_with_dtypes, make_optimizer, make_schedule
 from jaxtrain.optim.rounding import Rounding
-from jaxtrain.optim.update import at_once, streamed
+from jaxtrain.optim.update import make_streamed_update, make_update
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import compiler, memory
 from jaxtrain.step.batch import place_batch
@@ -76,7 +76,7 @@ def test_second_moments_in_bfloat16_follow_gradients_only_where_they_decay_fast(
     grads = jnp.asarray(10 ** rng.uniform(-4, -1, n) * scales * rng.standard_normal((steps, n)), jnp.float32)
 
     def updates(v: str) -> np.ndarray:
-        tx = stored_moments("f32", v, {"w": ("embed",)}, 0.9, beta2, 1e-12)
+        tx = adam_with_dtypes("f32", v, {"w": ("embed",)}, 0.9, beta2, 1e-12)
 
         def step(i, carry):
             state, total = carry
@@ -195,7 +195,7 @@ def test_random_bits_of_weights_are_unbiased_and_of_each_step_seed_layer_and_par
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) + 2**-10, p)  # an eighth of the distance to the next number
 
     def rounded_up(step: int, seed: int = 0) -> np.ndarray:  # (parameters, layers, 128, 128)
-        made = jax.jit(Rounding(seed).rounded)(exact, p, jnp.int32(step))["layers"]
+        made = jax.jit(Rounding(seed).round_params)(exact, p, jnp.int32(step))["layers"]
         return np.stack([made["a"] > 1, made["b"] > 1])
 
     up = rounded_up(7)
@@ -250,7 +250,9 @@ def test_a_streamed_update_is_that_of_all_at_once(name):
     params = {"embed": jnp.ones((6, 8), dtype), "layers": {"w": jnp.ones((3, 8, 64), dtype)}}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 1e-7, jnp.float32), params)  # near eps: clipping changes the update
     given = (tx.init(params), params, jnp.float32(0.5), jnp.float32(1e-3), True, jnp.int32(4))
-    whole, parts = (jax.jit(update)(grads, *given) for update in (at_once(tx, Rounding(0)), streamed(*how, Rounding(0))))
+    whole, parts = (
+        jax.jit(update)(grads, *given) for update in (make_update(tx, Rounding(0)), make_streamed_update(*how, Rounding(0)))
+    )
     if name == "muon":
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), parts, whole)
         return
@@ -395,7 +397,7 @@ def test_first_three_steps_are_the_definitions(mesh, expected):
     placement = placed(MESHES[mesh])
     tx = make_optimizer(RECIPE, TYPES, AXES, placement)
     homes = jax.tree.map(lambda p, a: placement.sharding(a), toy(0), AXES)
-    params, update = jax.device_put(toy(0), homes), jax.jit(at_once(tx, Rounding(0)))
+    params, update = jax.device_put(toy(0), homes), jax.jit(make_update(tx, Rounding(0)))
     current = jax.jit(tx.init)(params)
     for t, wanted in enumerate(expected):
         params, current = update(jax.device_put(toy(t + 1), homes), current, params, None, LR, True, jnp.int32(t))

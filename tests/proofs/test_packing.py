@@ -30,7 +30,7 @@ END = 1 << 20  # an id above the numbers of all conversations
 
 def write(path: Path, lengths: list[int]) -> Path:
     """Write conversations: k is repeated, then END. The second half of each conversation counts in the loss."""
-    with TokenWriter(path, {**tokenizers.info(BYTE), "vocab_size": END + 1, "eot": END}, loss=True) as writer:
+    with TokenWriter(path, {**tokenizers.tokenizer_info(BYTE), "vocab_size": END + 1, "eot": END}, loss=True) as writer:
         for k, n in enumerate(lengths):
             writer.write(np.full(n - 1, k), n, np.arange(n - 1) >= n // 2, n)
             writer.end_document(loss=True)

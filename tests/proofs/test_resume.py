@@ -29,7 +29,7 @@ def train(workdir: Path, **overrides: Any) -> int:
 
 def parsed(workdir: Path, **overrides: Any) -> RunConfig:
     """Return the config of a run."""
-    return loading.load(runs.arguments(runs.small(), workdir, overrides)).run
+    return loading.load_config(runs.arguments(runs.small(), workdir, overrides)).run
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path) -> No
     path = copy / "checkpoints/8/meta.json"
     meta = files.unseal(path.read_text())
     meta["data"]["tokens"] = 0
-    path.write_text(files.sealed(meta))
+    path.write_text(files.to_sealed_json(meta))
     assert train(copy, train__steps=9) == 0
     assert runs.losses(new)[1] == runs.losses(copy)[9] < runs.losses(base)[1]
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_with_keys_of_an_older_version_resumes(copy: Path) -> None:
     meta = files.unseal(path.read_text())
     meta["config"]["compiler"]["defaults"] = False
     meta["config"]["sharding"]["rules"]["kv_heads"] = "tensor"
-    path.write_text(files.sealed(meta))
+    path.write_text(files.to_sealed_json(meta))
     assert train(copy, train__steps=9) == 0
     assert "compiler.defaults = False" in (copy / "log.txt").read_text()
 

@@ -126,14 +126,14 @@ def test_switches_switch_off(plain: Plain, tmp_path: Path) -> None:
 
 def test_steps_go_on_while_a_save_writes(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save writes nothing before two more steps are logged. Training and what is saved stay the same."""
-    workdir, context = tmp_path / "run", arrays.context
+    workdir, context = tmp_path / "run", arrays.orbax_context
 
     def late(folder: Any, *args: Any) -> Any:
         if folder.name == "4":
             wait_for(lambda: steps_written(workdir) >= 6)
         return context(folder, *args)
 
-    monkeypatch.setattr(arrays, "context", late)
+    monkeypatch.setattr(arrays, "orbax_context", late)
     assert run(workdir) == 0 and runs.steps(workdir) == runs.steps(plain.workdir) == [4, 8]
     for step in (4, 8):
         assert same(runs.tensors(workdir, step), runs.tensors(plain.workdir, step))

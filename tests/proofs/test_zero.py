@@ -114,7 +114,7 @@ def test_a_stage_communicates_what_it_promises(stage, data):
         "train.global_batch": 8 * ACCUM,
         "train.grad_accum": ACCUM,
     }
-    loaded = loading.load(["--config=configs/llama3_8b.py", *(f"--config.{k}={v}" for k, v in keys.items())])
+    loaded = loading.load_config(["--config=configs/llama3_8b.py", *(f"--config.{k}={v}" for k, v in keys.items())])
     assert not loaded.problems, loaded.problems
     step = compile_step(loaded.run, NODE)
     mesh = dict(step.program.placement.mesh.shape)

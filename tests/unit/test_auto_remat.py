@@ -24,7 +24,7 @@ WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "ml
 
 def run(*overrides: str):
     sizes = ("--config.train.grad_accum=1", "--config.train.global_batch=8", "--config.remat.policy=auto")
-    return loading.load(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
+    return loading.load_config(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
 
 
 def saved(r, axes: dict[str, int], packed: bool) -> auto_remat.Activations:

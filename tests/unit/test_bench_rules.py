@@ -25,7 +25,7 @@ def ask(**more):
 
 def test_fp8_and_bf16_share_one_peak():
     """MFU of a step with FP8 is relative to the bfloat16 peak FLOP/s, as in the log of a run and in plans."""
-    runs = {p: loading.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
+    runs = {p: loading.load_config([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
     peaks = {p: step_log.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
 
@@ -54,7 +54,7 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
 def test_the_least_state_of_a_config(settings, bytes_each):
     """Frozen weights have no moments, and the base weights of adapters have the compute dtype or fewer bits."""
     argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"], *(f"--config.{word}" for word in settings.split())]
-    run = loading.load(argv).run
+    run = loading.load_config(argv).run
     assert state_size.least_gib(run, ("params", "moments")) == pytest.approx(525.7 * bytes_each / 8, rel=1e-3)
 
 

@@ -45,7 +45,7 @@ def test_cases_can_be_run():
     """They differ, and half of Llama 3 8B is left out on an H100."""
 
     def valid(argv: list[str]) -> schema.RunConfig:
-        loaded = loading.load(argv)
+        loaded = loading.load_config(argv)
         assert not [str(p) for p in (*loaded.problems, *validate_step(loaded.run, H100))], argv
         return loaded.run
 
@@ -245,7 +245,7 @@ def test_the_ratio_of_speeds():
 def test_the_peers_answer_in_our_terms(precision, device):
     """A step of 128 tokens takes half a second. The MFU is relative to the bfloat16 peak, as in jaxtrain's own results."""
     argv = [*(argv for argv in PEER if argv.startswith("--config")), f"--config.precision={precision}"]
-    run = loading.load(argv).run
+    run = loading.load_config(argv).run
     answer = {"verdict": "ok", "device": device, "step_times": [0.5, 0.5], "losses": [5.0, 4.5, 4.0], "reserved_gib": 2.0}
     found = peer_torch.as_our_answer(answer | {"settings": {"checkpoint": False}}, run)
     assert found["tokens_per_s"] == found["tokens_per_s_per_device"] == 4 * 32 / 0.5

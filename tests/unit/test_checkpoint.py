@@ -59,7 +59,7 @@ def test_a_sweep_leaves_a_copy_that_is_under_way(steps: Checkpoints, tmp_path: P
     steps.storage.sweep()
     for path, data in later.items():
         path.write_bytes(data)
-    assert steps.steps() == [1, 2, 3] and files.check(steps.directory / "2").problems == ()
+    assert steps.steps() == [1, 2, 3] and files.check_files(steps.directory / "2").problems == ()
 
 
 def test_a_deletion_killed_between_its_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -118,7 +118,7 @@ def test_set_aside_moves_and_deletes_nothing(steps: Checkpoints, tmp_path: Path)
     note = steps.set_aside(1)
     [aside] = tmp_path.glob("set_aside-*")
     assert "2, 3" in note and str(aside) in note and steps.steps() == [1]
-    assert Checkpoints(aside).steps() == [2, 3] and files.check(aside / "3").problems == ()
+    assert Checkpoints(aside).steps() == [2, 3] and files.check_files(aside / "3").problems == ()
     assert steps.set_aside(1) == ""
 
 
@@ -168,11 +168,11 @@ def test_locate_takes_a_run_its_checkpoints_or_a_step(tmp_path: Path):
     (tmp_path / "other/config.json").write_text(json.dumps({"checkpoint": {"dir": str(there)}}))
     meant = {"run": 2, "run/checkpoints": 2, "run/checkpoints/1": 1, "run/checkpoints/1/": 1, "other": 2}
     for path, step in meant.items():
-        found, at = checkpoint.locate(f"{tmp_path}/{path}")
+        found, at = checkpoint.locate_checkpoint(f"{tmp_path}/{path}")
         assert at == step and str(found.directory) == str(there)
     for path in (tmp_path / "nothing", tmp_path / "empty", there / "3", "az://bucket/run"):
         with pytest.raises(CheckpointError):
-            checkpoint.locate(path)
+            checkpoint.locate_checkpoint(path)
     (there / "2/meta.json").unlink()
     with pytest.raises(Damaged):
-        checkpoint.locate(tmp_path / "run")
+        checkpoint.locate_checkpoint(tmp_path / "run")

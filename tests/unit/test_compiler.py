@@ -19,7 +19,7 @@ from jaxtrain.train.child import error_line
 def program(machine: str = "h200:8", **overrides):
     args = [f"--config.{key.replace('__', '.')}={value}" for key, value in {"model__num_layers": 2, **overrides}.items()]
     return build_program(
-        loading.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse_topology(machine))
+        loading.load_config(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse_topology(machine))
     )
 
 

@@ -56,7 +56,7 @@ PACKED, RING = "data.packing=documents", "data.packing=none model.sliding_window
 )
 def test_a_kernel_that_does_not_support_the_run_is_refused_before_jax_starts(asked, sm, settings, refused):
     words = ("precision=bf16", asked, *settings.split())
-    run = loading.load([TINY, *(f"--config.{word}" for word in words)]).run
+    run = loading.load_config([TINY, *(f"--config.{word}" for word in words)]).run
     found = validate_step(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm))
     assert [p.key for p in found] == [asked.partition("=")[0]] * refused
 
@@ -70,7 +70,7 @@ def test_variants_and_derived_values(tmp_path):
         "v = parse_arg(arg, deep=False, seq=256)\nconfig.data.seq_len = v.seq\nconfig.model.num_layers = 9 if v.deep else 3\n"
         "config.model.d_ff = config.model.get_ref('d_model') * 4",
     )
-    run = loading.load([f"{file}:deep,seq=512", "--config.model.d_model=96"]).run
+    run = loading.load_config([f"{file}:deep,seq=512", "--config.model.d_model=96"]).run
     assert (run.data.seq_len, run.model.num_layers, run.model.d_ff) == (512, 9, 384)
     assert listing(tmp_path) == [str(tmp_path / "mine.py")], "reading a file leaves nothing beside it"
 
@@ -79,7 +79,7 @@ def test_overrides_take_the_type_of_their_key():
     """--config.KEY=VALUE, a value as an argument of its own, and a bare bool. The last one wins."""
     given = ["optimizer.lr=1", "train.steps=7", "train.steps=8", "log.tensorboard=false", "mesh.fsdp=-1", "profile.dump_hlo"]
     argv = [f"--config.{text}" for text in (*given, "sample.prompt=def f(x=1): ", "sharding.rules.vocab=")]
-    run = loading.load([TINY, *argv, "--config.data.seq_len", "64"]).run
+    run = loading.load_config([TINY, *argv, "--config.data.seq_len", "64"]).run
     assert run.optimizer.lr == 1.0 and isinstance(run.optimizer.lr, float)
     assert (run.train.steps, run.log.tensorboard, run.profile.dump_hlo, run.mesh.fsdp) == (8, False, True, -1)
     assert run.sample.prompt == "def f(x=1): " and dict(run.sharding.rules)["vocab"] == "" and run.data.seq_len == 64
@@ -89,7 +89,7 @@ def test_every_key_can_be_overridden():
     """Each key's own value, written as text, is read back as it was, so that keys of every type can be set."""
     values = dict(schema.flatten(schema.default_config()))
     argv = [f"--config.{key}={'' if value == '' else format_value(value)}" for key, value in values.items()]
-    loaded = loading.load([TINY, *argv])
+    loaded = loading.load_config([TINY, *argv])
     assert loaded.problems == []
     assert loaded.run == schema.resolve(schema.default_config())[0]
     assert {loaded.origins[key] for key in values} == {"command line", "derived"}
@@ -118,12 +118,12 @@ def test_the_launch_is_recorded():
 )
 def test_another_number_of_gpus_than_the_files_is_named_with_its_variant(name: str, gpus: int, variant: str):
     stem, _, given = name.partition(":")
-    line = loading.load([f"--config={REPO}/configs/{stem}.py:{given}"]).launch.size_note(gpus)
+    line = loading.load_config([f"--config={REPO}/configs/{stem}.py:{given}"]).launch.size_note(gpus)
     assert line.endswith(variant) and bool(line) == bool(variant)
 
 
 def test_a_variant_that_the_file_refuses_is_not_named():
-    line = loading.load([f"--config={REPO}/configs/llama3_405b.py"]).launch.size_note(8)
+    line = loading.load_config([f"--config={REPO}/configs/llama3_405b.py"]).launch.size_note(8)
     assert "gpus=128" in line and ":gpus=8" not in line
 
 
@@ -161,7 +161,7 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
 def test_a_value_that_a_file_sets_is_the_files(tmp_path):
     """A value equal to the default is the default's."""
     body = "config.optimizer.weight_decay = 0.2; config.model.norm_eps = 1e-5; config.log = dict(config.log, every_steps=7)"
-    origins = loading.load([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
+    origins = loading.load_config([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
     assert {key for key, who in origins.items() if who == "file"} == {"optimizer.weight_decay", "log.every_steps"}
     assert origins["train.steps"] == "command line"
 
@@ -183,7 +183,7 @@ def test_a_value_that_a_file_sets_is_the_files(tmp_path):
     ],
 )
 def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, noted):
-    loaded = loading.load([TINY, *arguments(settings)])
+    loaded = loading.load_config([TINY, *arguments(settings)])
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted
     assert [note.partition(":")[0] for note in loaded.launch.notes] == noted
     assert keys(settings) == []
@@ -206,7 +206,7 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
     ],
 )
 def test_a_shorter_run_keeps_the_fractions_of_the_file(tmp_path, body, steps, fitted, notes):
-    loaded = loading.load([config_file(tmp_path, f"config.{body}"), f"--config.train.steps={steps}"])
+    loaded = loading.load_config([config_file(tmp_path, f"config.{body}"), f"--config.train.steps={steps}"])
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted and loaded.problems == []
     assert len(loaded.launch.notes) == notes
 
@@ -230,7 +230,7 @@ def test_a_warmup_of_a_file_with_epochs(tmp_path, body, typed, warmup, origins):
     text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)
     data = f"data.seq_len = 16; config.train.global_batch = 4; config.data.source = {str(text)!r}; config.train.epochs = 1.0"
     file = config_file(tmp_path, f"config.{data}; config.optimizer.{body}")
-    loaded = loading.load([file, *arguments(typed)])
+    loaded = loading.load_config([file, *arguments(typed)])
     assert loaded.run.optimizer.warmup_steps == warmup and loaded.problems == []
     told = [re.findall(r"\(([a-z. ]+)\)", note) for note in loaded.launch.notes if note.startswith("optimizer.")]
     assert told == ([origins] if origins else [])
@@ -244,17 +244,17 @@ def test_epochs_of_the_command_line_shorten_the_warmup_of_a_file(tmp_path, body)
     """The file's run has 1000 steps, stated or by default, and one epoch has 26."""
     text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)
     data = f"data.seq_len = 16; config.train.global_batch = 4; config.data.source = {str(text)!r}"
-    loaded = loading.load([config_file(tmp_path, f"config.{data}; config.{body}"), "--config.train.epochs=1"])
+    loaded = loading.load_config([config_file(tmp_path, f"config.{data}; config.{body}"), "--config.train.epochs=1"])
     assert (loaded.run.train.steps, loaded.run.optimizer.warmup_steps) == (26, 5) and len(loaded.launch.notes) == 1
 
 
 def test_a_mistake_in_the_steps_of_a_file_is_a_problem(tmp_path):
     body = "type(config).unlock(config); config.train = dict(config.train, steps='many')"
-    assert [p.key for p in loading.load([config_file(tmp_path, body)]).problems] == ["train.steps"]
+    assert [p.key for p in loading.load_config([config_file(tmp_path, body)]).problems] == ["train.steps"]
 
 
 def test_samples_that_a_file_wants_are_left_out_without_tokens(tmp_path):
-    loaded = loading.load([config_file(tmp_path, "config.sample.every_steps = 9"), "--config.sample.max_tokens=0"])
+    loaded = loading.load_config([config_file(tmp_path, "config.sample.every_steps = 9"), "--config.sample.max_tokens=0"])
     assert loaded.run.sample.every_steps == 0 and [note.partition(":")[0] for note in loaded.launch.notes] == [
         "sample.every_steps"
     ]
@@ -267,15 +267,15 @@ def test_epochs_set_the_steps(tmp_path):
     data = "config.data.seq_len = 16\nconfig.train.global_batch = 4\nconfig.optimizer.warmup_steps = 50"
     for source, epochs in ((text, 0.001), (text, 0.5), (text, 2.0), (chat, 3.0), (f"{text}=0.5,{chat}=0.5", 1.0)):
         body = f"{data}\nconfig.data.source = {str(source)!r}\nconfig.train.epochs = {epochs}"
-        loaded = loading.load([config_file(tmp_path, body)])
+        loaded = loading.load_config([config_file(tmp_path, body)])
         steps = max(1, math.ceil(epochs * open_batches(source).tokens_per_epoch / 64))
         assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (steps, epochs, [])
         assert loaded.origins["train.steps"] == "derived" and 0 < loaded.run.optimizer.warmup_steps <= min(50, steps)
         assert loading.resolve_with_epochs(schema.to_dict(loaded.run))[0] == loaded.run
     # Steps on the command line win, with a note; without the file the config's steps stay, with a note.
-    loaded = loading.load([config_file(tmp_path, body), "--config.train.steps=7"])
+    loaded = loading.load_config([config_file(tmp_path, body), "--config.train.steps=7"])
     assert (loaded.run.train.steps, loaded.run.train.epochs, len(loaded.launch.notes)) == (7, 0.0, 2)
-    loaded = loading.load([config_file(tmp_path, body), f"--config.data.source={tmp_path}/gone.tok"])
+    loaded = loading.load_config([config_file(tmp_path, body), f"--config.data.source={tmp_path}/gone.tok"])
     assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (1000, 1.0, [])
     assert "gone.tok" in loaded.launch.notes[0]
 
@@ -283,7 +283,7 @@ def test_epochs_set_the_steps(tmp_path):
 def test_a_default_warmup_gives_way_to_the_steps_of_a_file(tmp_path):
     """A file that contradicts itself is not fitted, but refused."""
     for body, steps in (("", 5), ("; config.optimizer.warmup_steps = 60", 60)):
-        loaded = loading.load([config_file(tmp_path, f"config.train.steps = 50{body}")])
+        loaded = loading.load_config([config_file(tmp_path, f"config.train.steps = 50{body}")])
         assert loaded.run.optimizer.warmup_steps == steps and bool(loaded.launch.notes) == (not body)
 
 

@@ -23,7 +23,7 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def load(path: Path | str) -> launch.LoadedConfig:
-    return loading.load([f"--config={path}"])
+    return loading.load_config([f"--config={path}"])
 
 
 def wrong(path: Path | str) -> str:
@@ -151,5 +151,5 @@ def test_a_config_file_that_is_a_pipe_is_refused(tmp_path: Path):
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused():
-    (problem,) = loading.load(["--config.sample.prompt=gr\udcf6\udcdfe"]).problems
+    (problem,) = loading.load_config(["--config.sample.prompt=gr\udcf6\udcdfe"]).problems
     assert problem.key == "sample.prompt"

@@ -12,8 +12,8 @@ from token_files import open_batches, random_documents, texts, write_conversatio
 from jaxtrain.config import schema
 from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import opening, stdlib, tokenfile, windows
-from jaxtrain.data.batches import open_source, with_documents
-from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
+from jaxtrain.data.batches import open_source, resolve_max_segments
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify_file
 
 
 def oracle_row(documents: list[list[int]], window: int, T: int, packing: str, max_segments: int) -> dict[str, list]:
@@ -96,8 +96,8 @@ def test_borders_of_documents_in_windows(monkeypatch, longest):
         monkeypatch.setattr(windows, "WINDOWS", windows_together)
         for max_segments in (1, 5):
             masked = sum(32 - found[max_segments - 1] for found in columns if len(found) >= max_segments)
-            assert windows.borders(starts, 60, 32, max_segments) == (max(map(len, columns)) + 1, masked)
-        assert windows.borders(np.asarray([0]), 60, 32, 1) == (1, 0)
+            assert windows.count_documents(starts, 60, 32, max_segments) == (max(map(len, columns)) + 1, masked)
+        assert windows.count_documents(np.asarray([0]), 60, 32, 1) == (1, 0)
 
 
 def test_max_segments_of_0_is_what_the_data_has(tmp_path):
@@ -110,12 +110,12 @@ def test_max_segments_of_0_is_what_the_data_has(tmp_path):
     many = open_batches(write_file(tmp_path / "a.tok", [[1]] * 400), seq_len=100)
     assert many.max_segments == many.batch(0)["segments"].max() == 32 and many.masked_fraction > 0
     run = schema.RunConfig()
-    assert with_documents(run, *opened).data.max_segments == opened[1].max_segments
-    assert with_documents(run, opened[0], object()).data.max_segments == 32, "a source of one's own does not say"
+    assert resolve_max_segments(run, *opened).data.max_segments == opened[1].max_segments
+    assert resolve_max_segments(run, opened[0], object()).data.max_segments == 32, "a source of one's own does not say"
     asked = schema.RunConfig(data=schema.Data(max_segments=3))
-    assert with_documents(asked, *opened) is asked
+    assert resolve_max_segments(asked, *opened) is asked
     with pytest.raises(schema.ConfigError, match=r"data.max_segments = 0: .* 40"):
-        with_documents(run, SimpleNamespace(max_segments=40))
+        resolve_max_segments(run, SimpleNamespace(max_segments=40))
 
 
 def test_synthetic_is_deterministic_learnable_and_says_so(tmp_path):
@@ -152,7 +152,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     assert texts(validation) == [p.read_bytes().decode(errors="replace") for r, p in files if sides[r]]
     # a slower process that writes the same file leaves it: another has opened it, and refuses to continue with another file
     stdlib.write_split(validation, files[:3])
-    assert sorted(tmp_path.iterdir()) == sorted([train, validation]) and verify(validation) == ""
+    assert sorted(tmp_path.iterdir()) == sorted([train, validation]) and verify_file(validation) == ""
     assert TokenFile.open(validation).header == opened[1].header
     for split, file in zip(("train", "validation"), opened, strict=True):
         batches = open_source(schema.Data(), "", split=split, global_batch=2, data_dir=tmp_path)
@@ -174,7 +174,7 @@ def test_token_files_are_joined_and_read_back(tmp_path):
         assert file.tokens[:].tolist() == [1, 2, 3, 256, 256, vocab - 1, 256, 3, 256]
         assert file.doc_offsets[:].tolist() == [0, 4, 5, 7, 9]
         found = [file.header[key] for key in ("tokens", "documents", "source_bytes", "largest_id")]
-        assert found == [9, 4, 5, max(vocab - 1, 256)] and verify(file.path) == ""
+        assert found == [9, 4, 5, max(vocab - 1, 256)] and verify_file(file.path) == ""
     with pytest.raises(tokenfile.TokenFileError, match="bad.tok"):
         write_file(tmp_path / "bad.tok", [[1, 257]])
     assert not list(tmp_path.glob("bad*"))
@@ -189,7 +189,7 @@ def test_check_reports_every_problem(tmp_path):
 
     def found(keys="", vocab=264, need_eval=False, **settings):
         data = schema.Data(**{"source": str(train), "seq_len": 16, **settings})
-        problems = opening.check(data, vocab, need_eval)
+        problems = opening.check_data(data, vocab, need_eval)
         assert [p.key for p in problems] == keys.split()
         return " ".join(p.remedy for p in problems)
 

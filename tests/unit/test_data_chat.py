@@ -19,7 +19,7 @@ from jaxtrain.config import schema
 from jaxtrain.data import chat_template, mixture, opening, prepare, rows, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.chat_template import Conversation
-from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify_file
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -76,7 +76,7 @@ def load(folder, source: str | None = None) -> tuple[text_tokenizers.Tokenizer, 
 
 
 def ids_of(tok, parts) -> list[int]:
-    encoded = iter(tok.encode_batch([p.text for p in parts if p.control < 0], [p.place for p in parts if p.control < 0]))
+    encoded = iter(tok.encode_batch([p.text for p in parts if p.control < 0], [p.position for p in parts if p.control < 0]))
     return [i for p in parts for i in ([p.control] if p.control >= 0 else next(encoded).tolist())]
 
 
@@ -101,11 +101,11 @@ TEMPLATES = {  # template -> (template text, the stretches that count in the los
 def test_what_counts_is_the_assistants_text_and_the_token_that_ends_it(folders, name):
     source, want, pairs = TEMPLATES[name]
     _, made = load(folders["bytes"], source)
-    text, parts = made.parts(Conversation(talk(*pairs)), "assistant")
+    text, parts = made.split_conversation(Conversation(talk(*pairs)), "assistant")
     assert counted(parts) == want
     assert "".join(p.text for p in parts) == text
-    assert counted(made.parts(Conversation(talk(*pairs)), "last")[1]) == want[-1:]
-    assert counted(made.parts(Conversation(talk(*pairs)), "all")[1]) == [text]
+    assert counted(made.split_conversation(Conversation(talk(*pairs)), "last")[1]) == want[-1:]
+    assert counted(made.split_conversation(Conversation(talk(*pairs)), "all")[1]) == [text]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_what_counts_is_the_assistants_text_and_the_token_that_ends_it(folders, 
 def test_ids_are_those_of_the_whole_text_with_control_tokens_read(folders, kind, name):
     source, _, pairs = TEMPLATES[name]
     tok, made = load(folders[kind], source)
-    text, parts = made.parts(Conversation(talk(*pairs)), "all")
+    text, parts = made.split_conversation(Conversation(talk(*pairs)), "all")
     whole = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
     assert ids_of(tok, parts) == whole.encode(text, add_special_tokens=False).ids
     # with the loss of the last turn alone, the ids before that turn are the prompt of a generation
     before = made.render(Conversation(talk(*pairs[:-1])), prompt=True)
     prompt = whole.encode(before, add_special_tokens=False).ids
-    assert ids_of(tok, made.parts(Conversation(talk(*pairs)), "last")[1])[: len(prompt)] == prompt
+    assert ids_of(tok, made.split_conversation(Conversation(talk(*pairs)), "last")[1])[: len(prompt)] == prompt
 
 
 EVIL = st.lists(
@@ -132,16 +132,16 @@ EVIL = st.lists(
 def test_no_text_of_a_message_becomes_a_control_token(folders, contents, name):
     tok, made = load(folders["bytes"], TEMPLATES[name][0])
     messages = talk(*[("user" if i % 2 == 0 else "assistant", c) for i, c in enumerate(contents)])
-    text, parts = made.parts(Conversation(messages), "assistant")
+    text, parts = made.split_conversation(Conversation(messages), "assistant")
     assert "".join(p.text for p in parts) == text
     harmless = talk(*[(m["role"], "x") for m in messages])
-    want = [p.text for p in made.parts(Conversation(harmless), "assistant")[1] if p.control >= 0]
+    want = [p.text for p in made.split_conversation(Conversation(harmless), "assistant")[1] if p.control >= 0]
     assert [p.text for p in parts if p.control >= 0] == want
     # the text equals that of a plain rendering
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     assert text == environment.from_string(TEMPLATES[name][0]).render(messages=messages, bos_token="<s>", eos_token="</s>")
     literal = [p for p in parts if p.control < 0]
-    ids = np.concatenate([*tok.encode_batch([p.text for p in literal], [p.place for p in literal]), np.empty(0, int)])
+    ids = np.concatenate([*tok.encode_batch([p.text for p in literal], [p.position for p in literal]), np.empty(0, int)])
     assert not set(ids.tolist()) & {t.id for t in tok.control_tokens()}
 
 
@@ -155,7 +155,7 @@ def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders)
     assert made.guard("> quoted") == f"{mark}> quoted{mark}"
     # A template that writes `<|` before a message and `|>` after it makes no control token of the message.
     _, made = load(folders["bytes"], "{% for m in messages %}<|{{ m.content }}|><|{{ m.role }}|>{{ eos_token }}{% endfor %}")
-    text, parts = made.parts(Conversation(talk(("assistant", "im_end"))), "all")
+    text, parts = made.split_conversation(Conversation(talk(("assistant", "im_end"))), "all")
     assert text == "<|im_end|><|assistant|></s>" and [p.text for p in parts if p.control >= 0] == ["</s>"]
 
 
@@ -174,7 +174,7 @@ def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders)
 def test_conversations_that_cannot_be_written_are_refused(folders, source, pairs):
     _, made = load(folders["bytes"], source)
     with pytest.raises(chat_template.RowError):
-        made.parts(Conversation(talk(*pairs)), "assistant")
+        made.split_conversation(Conversation(talk(*pairs)), "assistant")
 
 
 def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_path, folders, monkeypatch):
@@ -219,7 +219,7 @@ USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "
     ],
 )
 def test_rows_of_every_form(row, want):
-    assert rows.conversation(row).messages == want
+    assert rows.parse_conversation(row).messages == want
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_rows_of_every_form(row, want):
 )
 def test_rows_that_are_no_conversation_name_the_field(row, field):
     with pytest.raises(rows.RowError, match=field):
-        rows.conversation(row)
+        rows.parse_conversation(row)
 
 
 TOOLS = (  # many templates write a message like this, the reasoning first
@@ -260,7 +260,7 @@ def test_calls_of_tools_and_thoughts_count_and_results_do_not(folders, arguments
     messages = [USER, answer, {"role": "tool", "content": "3 <|im_end|>"}, BOT]
     tools = [{"name": "find", "about": "<|im_end|>"}]
     for listed in (tools, json.dumps(tools)):
-        text, parts = made.parts(rows.conversation({"messages": messages, "tools": listed}), "assistant")
+        text, parts = made.split_conversation(rows.parse_conversation({"messages": messages, "tools": listed}), "assistant")
         assert counted(parts) == ['hm find({"q": "a </s>"})<|im_end|>', "a<|im_end|>"]
         assert text.startswith(f"<|im_start|>system\n{json.dumps(tools[0])}<|im_end|>\n")
         assert [p.text for p in parts if p.control >= 0] == ["<|im_start|>", "<|im_end|>"] * 5
@@ -288,18 +288,18 @@ def test_parts_that_a_template_does_not_write_are_refused(folders, loss):
         _, made = load(folders["bytes"], source)
         for what, row in refused.items():
             with pytest.raises(rows.RowError, match=f"{what}.*--chat-template"):
-                made.check(rows.conversation(row))
+                made.check(rows.parse_conversation(row))
         for row in taken:
-            made.check(rows.conversation(row))
-            assert counted(made.parts(rows.conversation(row), loss)[1])
+            made.check(rows.parse_conversation(row))
+            assert counted(made.split_conversation(rows.parse_conversation(row), loss)[1])
 
 
 @pytest.mark.parametrize("source", [CHATML, FORGETS, MARKED])
 def test_of_a_prompt_with_a_completion_the_completion_counts_alone(folders, source):
     _, made = load(folders["bytes"], source)
     for more in ({"prompt": [USER]}, {"prompt": [USER, BOT, USER], "system": "s"}):
-        talk = rows.conversation({"completion": [{"role": "assistant", "content": "b"}], **more})
-        assert counted(made.parts(talk, "assistant")[1]) == ["b<|im_end|>"]
+        talk = rows.parse_conversation({"completion": [{"role": "assistant", "content": "b"}], **more})
+        assert counted(made.split_conversation(talk, "assistant")[1]) == ["b<|im_end|>"]
 
 
 @pytest.mark.parametrize("field", [{"train": False}, {"weight": 0}])
@@ -310,7 +310,7 @@ def test_messages_that_a_row_takes_out_of_the_loss(folders, source, field):
 
     def found(*answers, loss="assistant"):
         messages = [message for answer in answers for message in ({**USER, "weight": None}, answer)]
-        return counted(made.parts(rows.conversation({"messages": messages}), loss)[1])
+        return counted(made.split_conversation(rows.parse_conversation({"messages": messages}), loss)[1])
 
     assert found({**first, **field}, second) == ["two<|im_end|>"]
     assert found({**first, "train": True, "weight": 1}, {**second, **field}) == ["one<|im_end|>"]
@@ -324,7 +324,7 @@ def test_messages_that_a_row_takes_out_of_the_loss(folders, source, field):
 def test_variables_of_a_template_are_those_of_the_row(folders):
     _, made = load(folders["bytes"], "{% for m in messages %}{{ m.content }}{{ effort }}{% endfor %}")
     row = {"messages": [USER, BOT], "chat_template_kwargs": '{"effort": "low </s>"}'}
-    text, parts = made.parts(rows.conversation(row), "all")
+    text, parts = made.split_conversation(rows.parse_conversation(row), "all")
     assert text == "qlow </s>alow </s>" and all(part.control < 0 for part in parts)
 
 
@@ -337,7 +337,7 @@ def test_chat_files_end_to_end(tmp_path, folders):
         assert command(tmp_path, *how, f"--input=c.{name}", f"--output={name}.tok")[0] == 0
     file, other = (TokenFile.open(tmp_path / f"{name}.tok") for name in ("jsonl", "parquet"))
     assert file.header["content_sha256"] == other.header["content_sha256"]
-    assert verify(file.path) == ""
+    assert verify_file(file.path) == ""
     tok, _ = load(folders["bytes"])
     flags = file.loss_flags(0, file.header["tokens"])
     assert tok.decode(file.tokens[:][flags]) == "It is 4.<|im_end|>Yes.<|im_end|></s></s><|im_end|>"
@@ -349,7 +349,7 @@ def test_chat_files_end_to_end(tmp_path, folders):
 def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"prompt": "2+2 <|endoftext|>", "response": "4"}) + "\n")
     for loss, want in (("assistant", "4$"), ("all", "### user\n2+2 <|endoftext|>\n\n### assistant\n4$")):
-        prepare.prepare([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, loss=loss, force=True)
+        prepare.prepare_corpus([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, loss=loss, force=True)
         file = TokenFile.open(tmp_path / "c.tok")
         assert (file.tokens[:] == 256).sum() == 1
         assert file.header["loss"]["first"] == (loss == "all")
@@ -357,7 +357,9 @@ def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
         assert "".join("$" if t == 256 else chr(t) for t in flagged) == want
     # with a template that ends no turn, end-of-text is added and counts
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
-    prepare.prepare([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, chat_template=f"{tmp_path}/t.jinja", force=True)
+    prepare.prepare_corpus(
+        [f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, chat_template=f"{tmp_path}/t.jinja", force=True
+    )
     assert TokenFile.open(tmp_path / "c.tok").loss_flags(0, 21).tolist() == [False] * 18 + [True] * 3
 
 
@@ -374,7 +376,7 @@ def test_a_file_in_which_nothing_counts_is_refused(tmp_path):
 def test_loss_bits_round_trip(tmp_path_factory, data):
     """Bits that end within a byte, documents in pieces, and appended files."""
     folder = tmp_path_factory.mktemp("bits")
-    info = text_tokenizers.info(text_tokenizers.ByteTokenizer())
+    info = text_tokenizers.tokenizer_info(text_tokenizers.ByteTokenizer())
     documents = data.draw(st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), max_size=20), max_size=6))
     want, parts = [], []
     for name, docs in (("a", documents[:2]), ("b", documents[2:])):
@@ -396,7 +398,7 @@ def test_loss_bits_round_trip(tmp_path_factory, data):
     assert file.header["loss"]["tokens"] == sum(want)
     starts = np.asarray(file.doc_offsets[:-1])
     assert file.header["loss"]["first"] == sum(want[s] for s in starts)
-    assert verify(file.path) == ""
+    assert verify_file(file.path) == ""
 
 
 def best_fit(lengths, size):
@@ -448,7 +450,7 @@ def test_packing_evenly_keeps_to_tokens_and_documents():
 )
 def test_a_long_conversation_is_cut_behind_a_turn(flags, kept):
     """The row has 6 tokens; the last flag belongs to the token after the row."""
-    assert windows.whole_turns(np.asarray([f == "1" for f in flags])) == kept
+    assert windows.fit_turns(np.asarray([f == "1" for f in flags])) == kept
 
 
 @given(
@@ -465,7 +467,7 @@ def test_every_conversation_is_in_one_row_of_an_epoch_and_whole(tmp_path_factory
     def kept(k):  # the tokens of conversation k up to the last turn that fits
         if lengths[k] <= T + 1:
             return lengths[k]
-        return windows.whole_turns(flags[ends[k] : ends[k] + T + 2])
+        return windows.fit_turns(flags[ends[k] : ends[k] + T + 2])
 
     assume(any(kept(k) for k in range(len(lengths))))  # a file without any conversation that fits is refused
     batches = open_batches(file.path, T, global_batch=1, seed=seed, max_segments=max_segments, packing=packing)
@@ -502,7 +504,7 @@ def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path
     empty = write_conversations(tmp_path / "none.tok", [])
     text = write_conversations(tmp_path / "b.tok", [5, 4], loss=False)  # text is cut into full rows
     for file, keys in ((path, []), (empty, ["data.seq_len"]), (text, ["data.seq_len"])):
-        assert [p.key for p in opening.check(schema.Data(source=str(file), seq_len=64), 264, False)] == keys
+        assert [p.key for p in opening.check_data(schema.Data(source=str(file), seq_len=64), 264, False)] == keys
     batch = open_batches(path, 64, global_batch=2).batch(0)
     assert (batch["segments"] > 0).sum(1).tolist() == [9, 9]
     assert batch["weights"].sum(1).tolist() == [5.0, 5.0]
@@ -552,10 +554,10 @@ def test_the_end_of_a_turn_is_known_if_every_token_counts_and_the_prompt_cannot_
     made = chat_template.ChatTemplate("t", source, {}, (text_tokenizers.ControlToken("<e>", 7),), "2026-11-22")
     roles = ("system", "user", "assistant")
     talk = Conversation([{"role": role, "content": role} for role in roles], prompt=1)
-    assert [part.control for part in made.parts(talk, "all")[1] if part.turn == "end"] == [7]
+    assert [part.control for part in made.split_conversation(talk, "all")[1] if part.turn == "end"] == [7]
 
 
 def test_an_answer_without_messages_is_refused():
     for row in ({"instruction": "hi", "output": []}, {"instruction": "hi", "output": [], "history": [["a", "b"]]}):
         with pytest.raises(chat_template.RowError):
-            rows.conversation(row)
+            rows.parse_conversation(row)

@@ -20,7 +20,7 @@ from jaxtrain.config.context import Context
 from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import opening
 from jaxtrain.data import tokenizer as text_tokenizers
-from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter, verify
+from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter, verify_file
 from jaxtrain.data.windows import Windows, open_windows
 from jaxtrain.train.batch_feed import AHEAD, BatchFeed
 
@@ -54,12 +54,12 @@ def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path):
     """Every byte is tested: tokens, loss bits, padding, offsets, header and preamble."""
     path = write(tmp_path / "a.tok", 400)
     want = rows_of(windows_of(path))
-    assert verify(path) == ""
+    assert verify_file(path) == ""
     for at in range(path.stat().st_size):
         flip(path, at, at % 8)
         with pytest.raises(TokenFileError, match=re.escape(str(path))):
             TokenFile.open(path).check()
-        assert at % 16 or verify(path), at
+        assert at % 16 or verify_file(path), at
         flip(path, at, at % 8)
     TokenFile.open(path).check()
     assert same(rows_of(windows_of(path)), want)
@@ -81,7 +81,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_signal(tmp_path, loss):
                 rows_of(each)
         os.truncate(path, size)  # restoring the size leaves a hole of zeros
         os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-        assert verify(path)
+        assert verify_file(path)
 
 
 @pytest.mark.parametrize("change", ["rewritten", "rewritten with the same", "appended"])
@@ -130,9 +130,9 @@ def test_a_disk_that_cannot_be_read_and_one_that_gives_less_than_was_asked_for(t
     for read in (lambda: rows_of(windows), lambda: file.doc_offsets, lambda: open_windows(file, LONGEST, None, 0)):
         with pytest.raises(TokenFileError, match="a.tok: .*Input/output error"):
             read()
-    assert "Input/output error" in verify(path)
+    assert "Input/output error" in verify_file(path)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [memoryview(buffers[0]).cast("B")[:100]], at))
-    assert same(rows_of(windows), want) and same(rows_of(windows_of(path)), want) and verify(path) == ""
+    assert same(rows_of(windows), want) and same(rows_of(windows_of(path)), want) and verify_file(path) == ""
 
 
 def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path):
@@ -187,7 +187,7 @@ def test_a_damaged_file_is_a_problem_of_the_config_before_the_run(tmp_path, monk
 def test_a_damaged_part_is_not_joined_into_the_output_with_a_new_checksum(tmp_path):
     part = write(tmp_path / "a.tok")
     flip(part, 300)
-    joined = TokenWriter(tmp_path / "b.tok", text_tokenizers.info(BYTE), loss=True)
+    joined = TokenWriter(tmp_path / "b.tok", text_tokenizers.tokenizer_info(BYTE), loss=True)
     with pytest.raises(TokenFileError, match="a.tok: "), joined as writer:
         writer.append(TokenFile.open(part))
     assert not (tmp_path / "b.tok").exists()
@@ -199,6 +199,6 @@ def test_what_is_no_whole_token_file_of_this_format_is_refused(tmp_path):
     older = good[:8] + b"\1" + good[9:]
     for damaged in (good[:-1], good[: len(good) // 2], good + b"x", b"", b"jaxtrtok", bytes(64) + good[64:], older):
         path.write_bytes(damaged)
-        assert verify(path)
+        assert verify_file(path)
         with pytest.raises(TokenFileError, match="a.tok"):
             TokenFile.open(path)

@@ -14,7 +14,7 @@ from jaxtrain.config import schema
 from jaxtrain.data import mixture, opening, show
 from jaxtrain.data.batches import Batches
 from jaxtrain.data.tokenfile import TokenFile
-from jaxtrain.data.windows import whole_turns
+from jaxtrain.data.windows import fit_turns
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
     assert figure(masked) == pytest.approx(even / (even - first))
     assert figure(masked, "none") == pytest.approx(1)
     # A conversation of 41 tokens fills a row of 16 alone. It is cut after the last of its first 17 tokens that ends a turn.
-    kept = sum(whole_turns(flags[begin : begin + 18]) for begin in file.doc_offsets[:-1])
+    kept = sum(fit_turns(flags[begin : begin + 18]) for begin in file.doc_offsets[:-1])
     held = 410 * 10 * 16 / kept
     both = (0.5 * 500 / 510 + 0.5 * even / held) / (0.5 * 500 / 510 + 0.5 * (even - first) / held)
     assert figure(f"{plain}=1,{masked}=1") == pytest.approx(both)
@@ -86,7 +86,7 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
 def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, source, key):
     monkeypatch.chdir(files)
     write_file(files / "other.tok", [[1] * 99], sha256="x", name="other")
-    (problem,) = opening.check(schema.Data(source=source, seq_len=16), 264, False)
+    (problem,) = opening.check_data(schema.Data(source=source, seq_len=16), 264, False)
     assert problem.key == key and problem.remedy
 
 
@@ -168,7 +168,7 @@ def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
     """Each phase reads its sources in proportion to their weights, to within 4 rows (the number of sources)."""
     read, row = [0] * 4, 0
     for shares, rows in parts:
-        part = mixture.Phase(0, row, tuple(shares), tuple(read))
+        part = mixture.MixturePhase(0, row, tuple(shares), tuple(read))
         number, within = part.sources_of(np.arange(row, row + rows), 1)
         for k, i in zip(number.tolist(), within.tolist(), strict=True):
             assert shares[k] and i == read[k]
@@ -242,7 +242,7 @@ def test_shown_figures_against_direct_counts(tmp_path, monkeypatch, loss):
     if loss:
         file = TokenFile.open(path)
         ends = file.doc_offsets[:].tolist()
-        lost = [b - a - whole_turns(file.loss_flags(a, a + 34)) for a, b in itertools.pairwise(ends) if b - a > 33]
+        lost = [b - a - fit_turns(file.loss_flags(a, a + 34)) for a, b in itertools.pairwise(ends) if b - a > 33]
         counted = int(file.loss_flags(0, len(file.tokens)).sum())
         figures += [f"{1 - padding:.2%}", f"{len(lost)}, ", f"{sum(lost):,} tokens", f"{counted:,} tokens"]
     else:

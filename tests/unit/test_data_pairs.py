@@ -9,8 +9,8 @@ from token_files import BYTE, command, open_batches, read_windows, texts, write_
 from jaxtrain.config import schema
 from jaxtrain.data import opening
 from jaxtrain.data.chat_template import BYTE_TEMPLATE, ChatTemplate, RowError
-from jaxtrain.data.rows import PairRows
-from jaxtrain.data.tokenfile import TokenFile, verify
+from jaxtrain.data.rows import PreferenceRows
+from jaxtrain.data.tokenfile import TokenFile, verify_file
 
 NAMES = {"eos_token": "<|endoftext|>", "bos_token": ""}
 TEMPLATE = ChatTemplate("bytes", BYTE_TEMPLATE, NAMES, BYTE.control_tokens(), "2026-01-01")
@@ -43,26 +43,26 @@ HELLO, YES, NO = "### user\nHi\n\n### assistant\n", "Yes<|endoftext|>", "No<|end
 )
 def test_rows(row, template, want):
     prompt, *completions = want
-    members = PairRows(template, ()).pieces(row)
+    members = PreferenceRows(template, ()).pieces(row)
     assert members[0].text == members[1].text
     for each, completion in zip(members, completions, strict=True):
-        counts = [part.loss for part in each.parts]
+        counts = [part.loss for part in each.chunks]
         assert counts == sorted(counts), "the completion is the end"
-        found = ["".join(part.text for part in each.parts if part.loss == loss) for loss in (False, True)]
+        found = ["".join(part.text for part in each.chunks if part.loss == loss) for loss in (False, True)]
         assert found == [prompt, completion]
 
 
 def test_a_token_that_begins_a_text_is_of_the_prompt():
-    piece, _ = PairRows(None, (7,)).pieces({"prompt": "", "chosen": "a", "rejected": "b"})
-    assert [(part.control, part.loss) for part in piece.parts] == [(7, False), (-1, False), (-1, True)]
+    piece, _ = PreferenceRows(None, (7,)).pieces({"prompt": "", "chosen": "a", "rejected": "b"})
+    assert [(part.control, part.loss) for part in piece.chunks] == [(7, False), (-1, False), (-1, True)]
 
 
 def test_turns_of_the_prompt_do_not_count():
     """A user's turn within a completion does not count either."""
     before = [user("a"), assistant("b"), user("c")]
     row = {"chosen": [*before, assistant("d"), user("e"), assistant("f")], "rejected": [*before, assistant("g")]}
-    members = PairRows(TEMPLATE, ()).pieces(row)
-    counted = ["".join(p.text for p in each.parts if p.loss and p.control < 0) for each in members]
+    members = PreferenceRows(TEMPLATE, ()).pieces(row)
+    counted = ["".join(p.text for p in each.chunks if p.loss and p.control < 0) for each in members]
     assert counted == ["df", "g"]
 
 
@@ -83,7 +83,7 @@ def test_turns_of_the_prompt_do_not_count():
 )
 def test_rows_that_are_refused(row, template):
     with pytest.raises(RowError):
-        PairRows(template, ()).pieces(row)
+        PreferenceRows(template, ()).pieces(row)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_file_holds_every_pair_once(prepared):
     found = []
     for name in ("pairs.tok", "pairs.val.tok"):
         file = TokenFile.open(folder / name)
-        assert file.pairs and verify(folder / name) == ""
+        assert file.pairs and verify_file(folder / name) == ""
         made = texts(folder / name)
         found += list(zip(made[::2], made[1::2], strict=True))
         offsets = file.doc_offsets[:].tolist()
@@ -182,7 +182,7 @@ def test_pairs_and_the_loss_that_compares_them(prepared, tmp_path):
         (text, "dpo", ["data.source"]),
         (pairs, "dpo", []),
     ):
-        problems = opening.check(schema.Data(source=source), 264, False, schema.Loss(name))
+        problems = opening.check_data(schema.Data(source=source), 264, False, schema.Loss(name))
         assert [problem.key for problem in problems] == keys, (source, name)
 
 

@@ -20,7 +20,7 @@ from token_files import BYTE, command, finished, poke, texts, write_lines
 from jaxtrain.data import documents, prepare, tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.rows import TextRows
-from jaxtrain.data.tokenfile import TokenWriter, verify
+from jaxtrain.data.tokenfile import TokenWriter, verify_file
 
 
 @pytest.mark.parametrize("pattern", ["**/*.txt", "all.jsonl", "all.parquet"])
@@ -32,11 +32,11 @@ def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
     (tmp_path / "all.jsonl").write_text("".join(json.dumps({"id": 1, "body": text}) + "\n" for text in documents))
     pyarrow.parquet.write_table(pyarrow.table({"body": documents}), tmp_path / "all.parquet", row_group_size=7)
     monkeypatch.chdir(tmp_path)
-    (header,) = prepare.prepare([pattern], Path("out.tok"), text_key="body")
+    (header,) = prepare.prepare_corpus([pattern], Path("out.tok"), text_key="body")
     assert texts(Path("out.tok")) == documents
     assert header["source_bytes"] == sum(len(d.encode()) for d in documents)
-    assert verify("out.tok") == ""
-    prepare.prepare([pattern], Path("split.tok"), text_key="body", validation=0.3)
+    assert verify_file("out.tok") == ""
+    prepare.prepare_corpus([pattern], Path("split.tok"), text_key="body", validation=0.3)
     train, validation = texts(Path("split.tok")), texts(Path("split.val.tok"))
     assert sorted(train + validation) == sorted(documents)
     assert 3 < len(validation) < 25
@@ -47,12 +47,12 @@ def test_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH_BYTES", 100)
     for name, text in (("lines", "zwölf Boxkämpfer\n" * 40), ("one line", "ü€𝄞" * 333), ("exact", "y" * 50)):
         (tmp_path / "a.txt").write_text(text)
-        prepare.prepare([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True)
+        prepare.prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True)
         assert texts(tmp_path / "a.tok") == [text], name
     (tmp_path / "a.txt").write_bytes(b"fine\n" * 40 + b"bad \xff byte\n")
     said = []
     with pytest.raises(prepare.PrepareError):
-        prepare.prepare([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True, say=said.append)
+        prepare.prepare_corpus([str(tmp_path / "a.txt")], tmp_path / "a.tok", force=True, say=said.append)
     assert [line.rpartition(": ")[0] for line in said] == [f"{tmp_path}/a.txt:41"]
 
 
@@ -131,9 +131,9 @@ def test_verify_and_show_commands(tmp_path):
 
 def test_two_writers_of_one_output_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with prepare.parts_folder(tmp_path / "a.tok"):
+    with prepare.shards_folder(tmp_path / "a.tok"):
         assert command(tmp_path, "prepare", "--input=a.txt", "--output=a.tok")[0] == 2
-    info = text_tokenizers.info(BYTE)
+    info = text_tokenizers.tokenizer_info(BYTE)
     with TokenWriter(tmp_path / "a.tok", info), pytest.raises(tokenfile.TokenFileError):
         TokenWriter(tmp_path / "a.tok", info)
     assert texts(tmp_path / "a.tok") == []
@@ -149,7 +149,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
         (tmp_path / "a.jsonl").write_text(line * count)
         (tmp_path / "a.txt").write_text(line * count)
         tracemalloc.start()
-        prepare.prepare([f"{tmp_path}/a.*"], tmp_path / "out.tok", force=True)
+        prepare.prepare_corpus([f"{tmp_path}/a.*"], tmp_path / "out.tok", force=True)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.1 * peaks[0] and peaks[1] < (tmp_path / "a.jsonl").stat().st_size / 3, peaks
@@ -166,7 +166,7 @@ def test_parts_of_a_file_are_its_lines_once_each_with_their_numbers(tmp_path_fac
     for size in (1 << 30, part_bytes):
         report, pieces = documents.Report(), []
         for cut in documents.cut_file(path, "jsonl", size):
-            pieces += [p.text for p in documents.read(cut, TextRows(["text"], ""), report)]
+            pieces += [p.text for p in documents.read_pieces(cut, TextRows(["text"], ""), report)]
         said.append(report.lines)
         parts.append(pieces)
     assert parts[0] == parts[1] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
@@ -176,7 +176,7 @@ def test_parts_of_a_file_are_its_lines_once_each_with_their_numbers(tmp_path_fac
 
 def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkeypatch):
     """The command is interrupted after three parts, as by Ctrl-C, and repeated."""
-    source, made = write_lines(tmp_path / "a.jsonl", 300), prepare.make_part
+    source, made = write_lines(tmp_path / "a.jsonl", 300), prepare.make_shard
 
     def stop(task, *rest):
         if task.files[0].stem == "000003":
@@ -185,7 +185,7 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
 
     def run(**options) -> list[str]:
         said = []
-        prepare.prepare([str(source)], tmp_path / "a.tok", shard_mb=0.02, say=said.append, force=True, **options)
+        prepare.prepare_corpus([str(source)], tmp_path / "a.tok", shard_mb=0.02, say=said.append, force=True, **options)
         return said
 
     def swap(path: Path) -> None:
@@ -194,7 +194,7 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
     def kept(damage=None, age=False, **options) -> str:
         """Return how many parts the second command has kept ("" if none)."""
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(prepare, "make_part", stop)
+            patched.setattr(prepare, "make_shard", stop)
             run()
         assert [f.stem for f in finished(tmp_path)] == ["000000", "000001", "000002"]
         if damage:
@@ -217,7 +217,7 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
 
 @pytest.mark.parametrize("more", [1, 40])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, more):
-    source, output, make = write_lines(tmp_path / "in.jsonl", 300), tmp_path / "a.tok", prepare.make_part
+    source, output, make = write_lines(tmp_path / "in.jsonl", 300), tmp_path / "a.tok", prepare.make_shard
 
     def change(*args):
         report = make(*args)
@@ -228,11 +228,11 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, 
 
     changed: list[int] = []
     before = source.read_text()
-    monkeypatch.setattr(prepare, "make_part", change)
+    monkeypatch.setattr(prepare, "make_shard", change)
     with pytest.raises(prepare.PrepareError, match="in.jsonl"):
-        prepare.prepare([str(source)], output, processes=1, shard_mb=0.005, skip_bad_lines=True)
+        prepare.prepare_corpus([str(source)], output, processes=1, shard_mb=0.005, skip_bad_lines=True)
     assert not output.exists()
-    prepare.prepare([str(source)], output, processes=1, shard_mb=0.005)
+    prepare.prepare_corpus([str(source)], output, processes=1, shard_mb=0.005)
     assert texts(output) == [json.loads(line)["text"] for line in before.splitlines()]
 
 
@@ -241,7 +241,7 @@ def test_parts_with_bad_lines_are_kept_by_a_command_that_refuses_them(tmp_path, 
     source.write_text(source.read_text() + "bad\n")
 
     def run(skip):
-        prepare.prepare([str(source)], tmp_path / "a.tok", processes=1, shard_mb=0.005, skip_bad_lines=skip)
+        prepare.prepare_corpus([str(source)], tmp_path / "a.tok", processes=1, shard_mb=0.005, skip_bad_lines=skip)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(TokenWriter, "append", stop_now)
@@ -273,15 +273,15 @@ def test_compressed_files_are_read_and_cut_off_ones_refused(tmp_path, suffix):
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(PACK[suffix](data[:300]) + PACK[suffix](data[300:]))  # several compressed streams in one file
     (tmp_path / f"b.txt.{suffix}").write_bytes(PACK[suffix](b"a text\n"))
-    prepare.prepare([f"{tmp_path}/*"], tmp_path / "a.tok")
+    prepare.prepare_corpus([f"{tmp_path}/*"], tmp_path / "a.tok")
     assert texts(tmp_path / "a.tok") == [*want, "a text\n"]
     for wrong in (PACK[suffix](data)[:-9], b"this is not compressed at all, whatever its name says"):
         path.write_bytes(wrong)
         with pytest.raises(prepare.PrepareError, match=r"a\.jsonl\.\w+: "):
-            prepare.prepare([str(path)], tmp_path / "b.tok")
+            prepare.prepare_corpus([str(path)], tmp_path / "b.tok")
     path.rename(tmp_path / f"c.parquet.{suffix}")
     with pytest.raises(prepare.PrepareError, match=r"c\.parquet\.\w+"):
-        prepare.prepare([f"{tmp_path}/c*"], tmp_path / "b.tok")
+        prepare.prepare_corpus([f"{tmp_path}/c*"], tmp_path / "b.tok")
 
 
 def test_several_columns_are_joined(tmp_path):
@@ -305,7 +305,7 @@ def test_a_dataset_by_name(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "datasets", None)
         with pytest.raises(prepare.PrepareError, match="--extra hf-datasets"):
-            prepare.prepare(["hf:some/name"], tmp_path / "a.tok")
+            prepare.prepare_corpus(["hf:some/name"], tmp_path / "a.tok")
     with pytest.raises(prepare.PrepareError, match="hf:DATASET"):
         documents.dataset_name("hf:a:b:c:d")
     assert documents.dataset_name("hf:a") == ("a", None, "train")
@@ -316,11 +316,11 @@ def test_a_dataset_by_name(tmp_path, monkeypatch):
     (folder / "train.jsonl").write_text('{"text": "one", "n": 0}\n{"text": "two", "n": 1}\n')
     (folder / "test.jsonl").write_text('{"text": "held out", "n": 1}\n')
     spec = f"hf:{folder}"
-    (header,) = prepare.prepare([spec], tmp_path / "a.tok")
+    (header,) = prepare.prepare_corpus([spec], tmp_path / "a.tok")
     assert texts(tmp_path / "a.tok") == ["one", "two"]
     assert header["sources"] == [spec]
-    prepare.prepare([f"{spec}::test"], tmp_path / "a.tok", force=True)
+    prepare.prepare_corpus([f"{spec}::test"], tmp_path / "a.tok", force=True)
     assert texts(tmp_path / "a.tok") == ["held out"]
     for wrong, named, key in ((spec, "'body'", "body"), (f"{spec}::nothing", "nothing", "text"), (spec, "2 bad lines", "n")):
         with pytest.raises(prepare.PrepareError, match=named):
-            prepare.prepare([wrong], tmp_path / "b.tok", text_key=key)
+            prepare.prepare_corpus([wrong], tmp_path / "b.tok", text_key=key)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.checkpoint import digests
 
-sums = jax.jit(digests.sums)
+sums = jax.jit(digests.digest_sums)
 ARRAYS = {
     "float32": np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32),
     "bfloat16": np.asarray(jnp.asarray(np.random.default_rng(1).normal(size=(6, 5)), jnp.bfloat16)),
@@ -35,7 +35,7 @@ def test_a_digest_sees_the_order_of_elements_and_a_single_bit(name):
 def test_parts_add_up_to_the_whole(rows, columns):
     array = ARRAYS["float32"]
     begins = [(i, j) for i in range(0, 6, rows) for j in range(0, 5, columns)]
-    parts = [digests.sums(jnp.asarray(array[i : i + rows, j : j + columns]), (i, j), array.shape) for i, j in begins]
+    parts = [digests.digest_sums(jnp.asarray(array[i : i + rows, j : j + columns]), (i, j), array.shape) for i, j in begins]
     assert np.asarray(sum(parts)).tolist() == digest(array)
 
 
@@ -51,5 +51,5 @@ def test_digests_of_many_arrays_do_not_depend_on_the_mesh():
     }
     found = digests.digest_arrays({**placed, "one": jnp.asarray(array)})
     assert list(found) == [*specs, "one"]
-    assert {digests.text(x) for x in found.values()} == {digests.text(digest(array))}
+    assert {digests.to_hex(x) for x in found.values()} == {digests.to_hex(digest(array))}
     assert {digests.not_finite(x) for x in found.values()} == {1}

@@ -43,7 +43,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 # The function of a command that finds mistakes beside those of the options
 FURTHER_CHECKS = {"plan": "_find_problems", "bench": "find_problems", "parity": "find_problems"}
-FURTHER_CHECKS["preflight"] = "check_options"
+FURTHER_CHECKS["preflight"] = "find_problems"
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
 
@@ -102,7 +102,7 @@ def parsed(words: list[str]) -> list[Any]:
     problems = [*asked.problems, *(getattr(module, FURTHER_CHECKS[name])(asked) if name in FURTHER_CHECKS else [])]
     if name == "bench":
         cases, _ = train_step.make_cases(asked.loaded.launch.config_argv, "", asked.sweep)
-        problems += [p for argv in cases.values() for p in loading.load(argv).problems]
+        problems += [p for argv in cases.values() for p in loading.load_config(argv).problems]
     elif name == "parity":
         problems += parity_layouts.parse_layouts(asked.meshes or parity_layouts.DEFAULT)[1]
     return problems

@@ -108,7 +108,7 @@ def test_each_sequence_of_a_small_set_counts_once(tmp_path, size):
 def test_bits_per_byte_are_of_the_sequences_that_count(tmp_path):
     """Of 5 sequences with 2 bytes a token and 100 with 6, weighted 4 to 1: the first source ends within the set."""
     for name, sequences, size in (("few", 5, 2), ("many", 100, 6)):
-        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
+        with TokenWriter(tmp_path / f"{name}.tok", tokenizer.tokenizer_info(tokenizer.ByteTokenizer())) as writer:
             writer.write([1] * (16 * sequences + 1), size * 16 * sequences)
             writer.end_document()
     sets = f"{tmp_path / 'few.tok'}=0.8,{tmp_path / 'many.tok'}=0.2"

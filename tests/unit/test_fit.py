@@ -79,7 +79,7 @@ def test_what_is_repeated_grows_as_memory_shrinks():
 def test_no_golden_plan_is_below_its_least_memory(name):
     """Else a config that fits would be refused."""
     plan = golden_plans.load(golden_plans.path(name))
-    loaded = loading.load([f"--config={launch.REPO}/{plan['config']}"])
+    loaded = loading.load_config([f"--config={launch.REPO}/{plan['config']}"])
     least = fit.least_memory(loaded.run, topology.parse_topology(plan["topology"]))
     assert 0 < least.state_gib < least.gib <= plan["peak_gib"] and math.isfinite(least.repeated)
 

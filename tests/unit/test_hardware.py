@@ -90,7 +90,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visib
     assert (found.kind, found.count, nvml.open) == ("gpu", 0, 0), "the CPU is no substitute"
     assert found.problem is not None
     assert (found.problem.key, found.problem.value) == ("CUDA_VISIBLE_DEVICES", visible) and gpu in found.problem.rule
-    (told,) = validate_step(loading.load([]).run, found)
+    (told,) = validate_step(loading.load_config([]).run, found)
     assert told is found.problem, "one mistake, one problem"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS")

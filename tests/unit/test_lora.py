@@ -200,18 +200,18 @@ def test_the_config_for_finetuning(tmp_path):
     machines = {f"{large},lora=16": 8, large: 8, f"{large},lora=16,frozen=fp8,gpus=1": 1}
     machines |= {f"model={name},lora=16,frozen=nf4,gpus={n}": n for name, n in (("llama3.1_70b", 1), ("gpt_oss_120b", 8))}
     for arg, devices in {**dict.fromkeys(lengths, 1), **machines}.items():
-        loaded = loading.load([f"--config=configs/finetune.py:{arg}"])
+        loaded = loading.load_config([f"--config=configs/finetune.py:{arg}"])
         assert not loaded.problems
         assert loaded.run.data.seq_len == lengths.get(arg, loaded.run.data.seq_len)
         assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
         assert arg not in machines or loaded.run.train.global_batch == 32
         assert loaded.run.lora.base == (re.search(r"frozen=(\w+)", arg) or ["", "bf16"])[1]
     for arg in ("", ":base=nothere", ":model=llama3.1_8b", f":{large},model=llama3.1_8b,lora=16"):
-        (problem,) = loading.load([f"--config=configs/finetune.py{arg}"]).problems
+        (problem,) = loading.load_config([f"--config=configs/finetune.py{arg}"]).problems
         assert "base" in str(problem)
-    (problem,) = loading.load(["--config=configs/finetune.py:model=llama31_8b,lora=16"]).problems
+    (problem,) = loading.load_config(["--config=configs/finetune.py:model=llama31_8b,lora=16"]).problems
     assert "llama3.1_8b" in problem.remedy
-    run = loading.load([f"--config=configs/finetune.py:{large},frozen=nf4"]).run
+    run = loading.load_config([f"--config=configs/finetune.py:{large},frozen=nf4"]).run
     (problem,) = validate.validate_step(run, Devices("gpu", "NVIDIA H200", 8, 139.8, "test", 90, 8))
     assert problem.key == "lora.base"
 

@@ -23,7 +23,7 @@ GROUPS = ("pipeline.schedule=interleaved", "pipeline.groups=2")
 
 
 def found(*overrides: str, devices: Devices = CPUS) -> list[Problem]:
-    loaded = loading.load(["--config=configs/tiny.py", *(f"--config.{o}" for o in (*MODEL, *overrides))])
+    loaded = loading.load_config(["--config=configs/tiny.py", *(f"--config.{o}" for o in (*MODEL, *overrides))])
     return [*loaded.problems, *validate_step(loaded.run, devices)]
 
 
@@ -152,14 +152,14 @@ def test_pallas_grouped_matmuls_need_hopper(devices, more):
 def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
     """Mesh axes whose size divides the experts shard whole experts. Other axes shard the experts' model dimension."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
-    run = loading.load(["--config=configs/tiny.py", *named]).run
+    run = loading.load_config(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run.sharding, run.model.num_experts, dict.fromkeys(MESH_AXES, 1) | sizes)
     assert (rules["experts"], rules["expert_embed"]) == (whole, cut)
 
 
 def test_axes_that_follow_others_have_no_rule_and_own_axes_may_have_one():
     """Key/value heads are sharded like query heads, and layers over the stages."""
-    run = loading.load(["--config=configs/tiny.py", "--config.sharding.rules.heads="]).run
+    run = loading.load_config(["--config=configs/tiny.py", "--config.sharding.rules.heads="]).run
     sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": 2, "stage": 2}
     rules = rules_in_use(run.sharding, run.model.num_experts, sizes)
     assert (rules["heads"], rules["kv_heads"], rules["head_dim"], rules["layers"]) == ((), (), (), ("stage",))

@@ -14,9 +14,9 @@ from jaxtrain.config import schema
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.models.rules import DELTA_KEYS
 from jaxtrain.optim import groups
-from jaxtrain.optim.optimizer import check_groups, choices, decayed, make_optimizer, make_schedule
+from jaxtrain.optim.optimizer import check_groups, make_optimizer, make_schedule, param_settings, weight_decay_mask
 from jaxtrain.optim.rounding import Rounding, to_bfloat16
-from jaxtrain.optim.update import at_once
+from jaxtrain.optim.update import make_update
 from jaxtrain.step import guard
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import make_train_step
@@ -77,12 +77,12 @@ def test_decay_and_muon_are_for_matrices_only():
         return {".".join(k.key for k in path) for path, yes in jax.tree_util.tree_leaves_with_path(tree) if yes}
 
     hidden = {f"layers.attention.{w}" for w in ("wq", "wk", "wv", "wo")} | {f"layers.mlp.{w}" for w in ("gate", "up", "down")}
-    assert chosen(decayed(axes)) == hidden | {"embed.embedding", "head"}
+    assert chosen(weight_decay_mask(axes)) == hidden | {"embed.embedding", "head"}
     for name, wanted in (("muon", hidden), ("adamw", set())):
-        assert chosen(jax.tree.map(lambda c: c.muon, choices(schema.Optimizer(name=name), axes))) == wanted
+        assert chosen(jax.tree.map(lambda c: c.muon, param_settings(schema.Optimizer(name=name), axes))) == wanted
     delta = {f"model.{name}": 4 for name in DELTA_KEYS} | {"model.attention_pattern": "dg"}
     of_delta = helpers.program(helpers.tiny(delta)).definition.axes["layers"]["0_of_2"]["delta"]
-    assert chosen(decayed(of_delta)) == {"wq", "wk", "wv", "wz", "wa", "wb", "wo"}
+    assert chosen(weight_decay_mask(of_delta)) == {"wq", "wk", "wv", "wz", "wa", "wb", "wo"}
 
 
 def test_adamw_equals_optax():
@@ -115,7 +115,7 @@ def taken(clip: float, loss: float = 1.0) -> tuple[TrainState, dict[str, Any]]:
     def gradients(params: Any, batch: Any) -> Any:
         return (jnp.float32(loss), {}), {"w": jnp.asarray([3.0, 4.0])}
 
-    update = at_once(optax.identity(), Rounding(0))
+    update = make_update(optax.identity(), Rounding(0))
     step = make_train_step(gradients, update, lambda i: 2.0 ** (1 - i), trained={"w": True}, clip_norm=clip)
     state = TrainState(jnp.int32(3), params, optax.EmptyState(), guard.init_guard())
     return step(state, {})
@@ -163,7 +163,7 @@ def test_groups_that_fit_nothing_are_refused():
     check_groups(schema.Optimizer(name="muon", groups="layers.w:lr=1;layers.?*:lr=2;embed*:optimizer=muon"), AXES)
     with pytest.raises(ConfigError, match="haed"):
         helpers.program(helpers.tiny({"optimizer.groups": "haed:lr=1"}))
-    assert len(groups.problems("head:rate=1,lr=x;;body;embed.*:lr=1", "adamw")) == 3
+    assert len(groups.find_group_problems("head:rate=1,lr=x;;body;embed.*:lr=1", "adamw")) == 3
 
 
 # ---- Master weights in bfloat16

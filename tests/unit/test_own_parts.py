@@ -19,7 +19,7 @@ from jaxtrain.config.command_line import Parser
 from jaxtrain.config.own_parts import WrongPart, check_module, load_part, problem_of
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.config.shapes import BATCH_KEYS
-from jaxtrain.data.batches import OwnSource
+from jaxtrain.data.batches import UserSource
 from jaxtrain.step.loss import find_loss
 
 COMMAND = Parser("sample", "Continue a text.")
@@ -210,14 +210,14 @@ def test_a_source_returns_the_arrays_of_a_batch(batch: Any):
         def batch(self, step: int, rows: Any = None) -> Any:
             return batch
 
-    source = OwnSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8, 264)
+    source = UserSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8, 264)
     assert source.rank == 7 and not hasattr(source, "text")
     error = failure(lambda: source.batch(0))
     assert isinstance(error, WrongPart) and error.problem.key == "data.source"
     batch = {k: v[:2] for k, v in BATCH.items()}
     assert source.batch(0, np.array([0, 3])).keys() == BATCH.keys()
     assert source.batch(0, slice(1, 3)).keys() == BATCH.keys()
-    assert isinstance(failure(lambda: OwnSource("data.source", "a:b", Source(), ("epoch",), 4, 8, 0)), WrongPart)
+    assert isinstance(failure(lambda: UserSource("data.source", "a:b", Source(), ("epoch",), 4, 8, 0)), WrongPart)
 
 
 def test_an_error_belongs_to_the_part_that_was_called():
@@ -251,7 +251,7 @@ def test_a_source_that_ends_is_a_problem_of_the_source():
         def batch(self, step: int, rows: Any = None) -> Any:
             return next(self.batches)
 
-    source = OwnSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8, 0)
+    source = UserSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8, 0)
     assert source.batch(0).keys() == BATCH.keys()
     error = failure(lambda: source.batch(1))
     assert isinstance(error, WrongPart) and "StopIteration" in str(error)

@@ -34,7 +34,7 @@ def file(tmp_path):
 
 
 def load(file, *argv):
-    return loading.load([f"--config={file}", *argv])
+    return loading.load_config([f"--config={file}", *argv])
 
 
 def test_keys_of_the_file_keep_their_type_on_the_command_line(file):

@@ -71,9 +71,9 @@ def test_a_model_that_is_too_large(monkeypatch, capsys):
 def test_the_float32_reference_takes_kernels_that_have_float32():
     """The reference of a bfloat16 run with named kernels must run: cuDNN's and Pallas kernels have no float32."""
     named = ["--config.attention.impl=pallas", "--config.moe.impl=pallas", "--config.precision=bf16"]
-    run = parity_layouts.to_float32(loading.load(["--config=configs/qwen3_30b_a3b.py", *named]).run)
+    run = parity_layouts.to_float32(loading.load_config(["--config=configs/qwen3_30b_a3b.py", *named]).run)
     assert (run.attention.impl, run.moe.impl, run.precision, run.dtypes.params) == ("auto", "auto", "f32", "f32")
-    ragged = loading.load(["--config=configs/qwen3_30b_a3b.py", "--config.moe.impl=ragged"]).run
+    ragged = loading.load_config(["--config=configs/qwen3_30b_a3b.py", "--config.moe.impl=ragged"]).run
     assert parity_layouts.to_float32(ragged).moe.impl == "ragged"
 
 

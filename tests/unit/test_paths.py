@@ -16,7 +16,7 @@ SWEEP = ("bs=16,wd=0/x.tok", "lr=3e-4/x.tok", "a;b/x.tok", "m:n/x.tok", "lr=3e-4
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "in.txt").write_text("a text of some length. " * 400)
-    prepare.prepare([str(folder / "in.txt")], folder / "made.tok")
+    prepare.prepare_corpus([str(folder / "in.txt")], folder / "made.tok")
     for name in SWEEP:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(folder / "made.tok", folder / name)
@@ -31,7 +31,7 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(source: str, held_out: str = "") -> list[Problem]:
     data = Data(source=source, eval_source=held_out, seq_len=16)
-    return opening.check(data, 264, bool(held_out))
+    return opening.check_data(data, 264, bool(held_out))
 
 
 @pytest.mark.parametrize("name", SWEEP)
@@ -90,7 +90,7 @@ def test_a_config_of_the_current_folder_may_have_a_colon_in_its_name(folder: Pat
     text = "from jaxtrain.config import default_config as get_config\n"
     (folder / "tiny:x").mkdir(exist_ok=True)
     (folder / "tiny:x" / "c.py").write_text(text)
-    assert api._config_path("tiny:x/c.py") == "tiny:x/c.py" and not loading.load(["--config=tiny:x/c.py"]).problems
+    assert api._config_path("tiny:x/c.py") == "tiny:x/c.py" and not loading.load_config(["--config=tiny:x/c.py"]).problems
 
 
 def test_inputs_of_prepare_may_have_any_name(folder: Path):

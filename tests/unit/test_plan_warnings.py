@@ -191,7 +191,7 @@ def test_exposed_communication_is_added_up_by_line():
 def test_too_few_microbatches_for_the_stages():
     def bubble(*overrides: str) -> list[str]:
         asked = ("mesh.stage=4", "mesh.fsdp=1", *overrides)
-        run = loading.load([f"--config={launch.REPO}/configs/llama3_8b.py", *(f"--config.{o}" for o in asked)]).run
+        run = loading.load_config([f"--config={launch.REPO}/configs/llama3_8b.py", *(f"--config.{o}" for o in asked)]).run
         return list(warnings._bubble(resolve_layout(run, 8, 8), run.train.global_batch))
 
     (warning,) = bubble("train.global_batch=64", "train.grad_accum=8")

@@ -39,7 +39,7 @@ TWO = distributed.Cluster("a:1", 2, 0, None, "this test")
 
 @functools.cache
 def default_run():
-    return loading.load([]).run
+    return loading.load_config([]).run
 
 
 def context(of=H200, paths=PATHS, cluster=None, **more) -> NodeContext:

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.optim.moments import block, block_axis
-from jaxtrain.optim.optimizer import stored_moments
-from jaxtrain.optim.quantized import Blocks, code_map, decode, encode, scales_of
+from jaxtrain.optim.moments import block_axis, block_size
+from jaxtrain.optim.optimizer import adam_with_dtypes
+from jaxtrain.optim.quantized import Blocks, block_scales, code_map, decode, encode
 
 
 def in_blocks(x: Any, signed: bool, axis: int = -1) -> Blocks:
     x = jnp.asarray(x, jnp.float32)
     axis %= x.ndim
-    return encode(x, scales_of(x, axis), axis, signed)
+    return encode(x, block_scales(x, axis), axis, signed)
 
 
 # ---- The quantizer
@@ -61,7 +61,7 @@ def test_blocks_of_zeros_and_of_what_is_no_number():
 
 
 def test_what_goes_into_blocks():
-    assert [block(n) for n in (28672, 128, 96, 24, 1)] == [256, 128, 32, 0, 0]
+    assert [block_size(n) for n in (28672, 128, 96, 24, 1)] == [256, 128, 32, 0, 0]
     found = {
         (("layers", "embed", "mlp"), (80, 8192, 28672)): 2,
         (("layers", "mlp", "embed"), (80, 28672, 8192)): 1,  # fsdp shards embed
@@ -77,7 +77,7 @@ def test_what_goes_into_blocks():
 
 def toy_steps(m: str, v: str, grads: list[np.ndarray], eps: float = 1e-8) -> list[np.ndarray]:
     """Return Adam's updates of one (16, 256) matrix, with moments of the dtypes `m` and `v`."""
-    tx = stored_moments(m, v, {"w": ("embed", "mlp")}, 0.9, 0.95, eps)
+    tx = adam_with_dtypes(m, v, {"w": ("embed", "mlp")}, 0.9, 0.95, eps)
     p, step = {"w": jnp.zeros((16, 256))}, jax.jit(tx.update)
     s, found = tx.init(p), []
     for g in grads:

@@ -43,14 +43,14 @@ def test_a_wrong_text_is_no_ramp(text):
 @pytest.mark.parametrize("epochs", [0.1, 1, 2.5])
 def test_the_steps_of_epochs_reach_their_tokens(epochs):
     """The last step is the first with which the run has read that many."""
-    run = loading.load([TINY, f"--config.train.epochs={epochs}", "--config.train.batch_ramp=8:1000"]).run
+    run = loading.load_config([TINY, f"--config.train.epochs={epochs}", "--config.train.batch_ramp=8:1000"]).run
     wanted, steps = epochs * opening.tokens_per_epoch(run.data, run.paths.data), run.train.steps
     assert run.tokens_before(steps - 1) < wanted <= run.tokens_before(steps)
     assert run.tokens_before(1) == 8 * run.data.seq_len
 
 
 def test_a_smaller_step_has_the_microbatches_of_the_full_one():
-    run = loading.load(
+    run = loading.load_config(
         [
             "--config=configs/tiny.py",
             *(f"--config.train.{x}" for x in ("global_batch=64", "grad_accum=4", "batch_ramp=8:2,32:4")),

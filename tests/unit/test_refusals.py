@@ -300,7 +300,9 @@ def test_a_plan_that_a_message_names_is_for_the_machine_of_the_config(config_of,
     file = f"--config={REPO}/configs/{config_of}"
     assert main.main([file, "--config.memory_estimation.enable=true"]) == 2
     named = {*re.findall(r"--topology=([\w:]+)", capsys.readouterr().err)}
-    assert named == {machine} and f"--topology={machine} does" in explain.unchecked_note(loading.load([file]), on_gpus=False)
+    assert named == {machine} and f"--topology={machine} does" in explain.unchecked_note(
+        loading.load_config([file]), on_gpus=False
+    )
 
 
 def test_a_problem_without_a_remedy_ends_with_its_rule():
@@ -315,7 +317,7 @@ def test_a_command_that_a_fix_names_repeats_config_and_overrides(asked, no_jax, 
     assert main.main([*right, f"--config.{asked}", "--config.train.stps=3"]) == 2
     named = re.findall(r"python -m jaxtrain plan (.*? --topology=[\w:]+)", capsys.readouterr().err)
     assert len(named) == (2 if asked.startswith("memory") else 1)
-    expected = loading.load([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
+    expected = loading.load_config([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
     for words in named:
         parsed = read_line(plan.parser(), shlex.split(words))
         assert parsed.problems == [] and parsed.loaded.run == expected
@@ -337,7 +339,7 @@ def test_folders_and_files_that_do_not_exist(program, argv, key, no_jax, capsys,
 
 def checkpoint(step: int, **changes: object) -> Path:
     """Write the meta.json of a step of the folder `run`, whose config is tiny.py's with some keys changed."""
-    loaded = loading.load([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
+    loaded = loading.load_config([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
     meta = Path(f"run/checkpoints/{step}/meta.json")
     meta.parent.mkdir(parents=True)
     meta.write_text(json.dumps({"config": schema.to_dict(loaded.run)}))
@@ -394,7 +396,7 @@ def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path, cap
     """A command without --config is refused if a key that it does not set differs from the run in the folder."""
 
     def resume(past: str, *given: str) -> int:
-        stored = schema.to_dict(loading.load([TINY, "--config.data.source=synthetic"]).run)
+        stored = schema.to_dict(loading.load_config([TINY, "--config.data.source=synthetic"]).run)
         (tmp_path / "receipt.json").write_text(json.dumps({"command": past, "resolved": stored}))
         return main.main([f"--workdir={tmp_path}", *given, "--explain"])
 
@@ -421,7 +423,7 @@ def test_machines_that_cannot_run_it(monkeypatch, tmp_path):
 
 def llama3_8b(monkeypatch, settings: str, devices: Devices) -> list[Problem]:
     """Return the problems with the memory of the devices. The config's token files are taken for present."""
-    monkeypatch.setattr(opening, "check", lambda *args, **how: [])
+    monkeypatch.setattr(opening, "check_data", lambda *args, **how: [])
     found = problems(settings, devices, base=f"--config={REPO}/configs/llama3_8b.py")
     return [problem for problem in found if problem.key == "devices"]
 
@@ -452,9 +454,9 @@ def test_a_mesh_for_several_devices_on_one_cpu_device():
 
 @pytest.mark.parametrize(("name", "gpus", "fix"), [("llama3_405b", 32, "gpus=64"), ("llama3_70b", 1000, "gpus=512")])
 def test_numbers_of_gpus_without_a_layout_are_refused(name: str, gpus: int, fix: str):
-    (problem,) = loading.load([f"--config={REPO}/configs/{name}.py:gpus={gpus}"]).problems
+    (problem,) = loading.load_config([f"--config={REPO}/configs/{name}.py:gpus={gpus}"]).problems
     assert problem.key == "--config=FILE:gpus" and fix in problem.remedy
-    assert not loading.load([f"--config={REPO}/configs/{name}.py:{fix}"]).problems
+    assert not loading.load_config([f"--config={REPO}/configs/{name}.py:{fix}"]).problems
 
 
 # ---- Config files
@@ -488,7 +490,7 @@ def files(tmp_path, monkeypatch) -> Path:
     """Write token files of bytes (text, text.val, chat) and an own.json without settings into a new folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.txt").write_text("a text of some length. " * 400)
-    prepare.prepare([str(tmp_path / "in.txt")], tmp_path / "text.tok")
+    prepare.prepare_corpus([str(tmp_path / "in.txt")], tmp_path / "text.tok")
     shutil.copy(tmp_path / "text.tok", tmp_path / "text.val.tok")
     (tmp_path / "own.json").write_text("{}")
     write_conversations(tmp_path / "chat.tok", [200] * 40)

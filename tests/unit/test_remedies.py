@@ -15,7 +15,7 @@ from jaxtrain.config.schema import MESH_AXES, Problem, all_keys
 from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 
-TINYS = loading.load([TINY]).requested  # key -> value
+TINYS = loading.load_config([TINY]).requested  # key -> value
 SECTIONS = ("model", "mesh", "pipeline", "moe", "parallel", "sharding", "attention", "remat", "dtypes", "fp8", "train", "loss")
 SECTIONS += ("optimizer", "lora", "data", "precision")
 ELSEWHERE = {"data.source", "data.eval_source", "data.tokenizer", "train.max_minutes", "train.timeouts"}

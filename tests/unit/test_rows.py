@@ -94,7 +94,7 @@ def prepared(folder, base, rows, template="branches", *options):
     if code:
         return code, out, []
     file, tokenizer = TokenFile.open(folder / "a.tok"), load_tokenizer(str(base))
-    return code, out, [show.written(file, a, b, tokenizer) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
+    return code, out, [show.render_tokens(file, a, b, tokenizer) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
 
 
 def turn(question, answer):

@@ -10,7 +10,7 @@ from token_files import BYTE, write_file
 from jaxtrain.config import schema
 from jaxtrain.data import seen
 from jaxtrain.data.batches import open_source
-from jaxtrain.data.seen import History, SeenError, Stretch
+from jaxtrain.data.seen import DataStretch, History, SeenError
 from jaxtrain.data.tokenfile import TokenFile
 
 EOT = 256
@@ -54,7 +54,7 @@ def run(folder: Path, chat: bool, **keys: object) -> tuple[History, dict[int, li
             return read[at - 1 - before] * size + np.arange(size)
 
         skipped = (begin + SKIPPED.start) * size, (begin + SKIPPED.stop) * size
-        stretches.append(Stretch(step + 1, step + steps, rows, data, [skipped]))
+        stretches.append(DataStretch(step + 1, step + steps, rows, data, [skipped]))
         step += steps
         end = (begin + steps + len(SKIPPED)) * size
         tokens = end * seq_len
@@ -104,7 +104,7 @@ def test_the_steps_of_a_document_are_those_whose_batches_have_it(folder, chat, k
             tokens = set(file.tokens[first:last].tolist()) - {EOT}
             there = [(step, row) for step, rows in record.items() for row, each in enumerate(rows) if tokens & each]
             # A document's end-of-text may be the only one of its tokens that is an input.
-            readings = history.when(source, [(first, last - (not chat and "packing" not in keys))])[0]
+            readings = history.find_readings(source, [(first, last - (not chat and "packing" not in keys))])[0]
             assert [(reading.step, reading.row) for reading in readings] == there
             for reading in readings:
                 assert history.step(reading.step)[reading.row].epoch == reading.epoch
@@ -122,8 +122,8 @@ def test_held_out_documents_in_what_was_read(folder, tmp_path, chat, keys, until
     held_out = [files[k].tokens[slice(*files[k].doc_offsets[d : d + 2])].tolist()[:-1] for k in range(3) for d in range(30)]
     held_out += [[1, 2, 3], held_out[4][:3] + [7] * 9 + held_out[5], [5]]
     path = write_file(tmp_path / "held.tok", held_out, loss=chat, vocab_size=1 << 20)
-    result = seen.overlap(history, TokenFile.open(path), until, ngram=4)
-    covered = [{i for a, b in zip(*history.covered(k, until), strict=True) for i in range(a, b)} for k in range(3)]
+    result = seen.measure_overlap(history, TokenFile.open(path), until, ngram=4)
+    covered = [{i for a, b in zip(*history.read_ranges(k, until), strict=True) for i in range(a, b)} for k in range(3)]
     sequences = [tokens for step in range(1, until + 1) for tokens in record[step]]
     inputs = set().union(*sequences)
     read = {token for file, places in zip(files, covered, strict=True) for token in file.tokens[:][sorted(places)].tolist()} - {
@@ -150,24 +150,25 @@ def test_places_of_a_text(tmp_path, monkeypatch):
     for chunk in (5, 1 << 20):
         monkeypatch.setattr(seen, "CHUNK", chunk)
         documents = [
-            int(np.searchsorted(file.doc_offsets[:], first, "right")) - 1 for first, _ in seen.places(file, BYTE, "a mesh")
+            int(np.searchsorted(file.doc_offsets[:], first, "right")) - 1
+            for first, _ in seen.find_occurrences(file, BYTE, "a mesh")
         ]
         assert documents == [0, 2, 2]
-        assert seen.places(file, BYTE, "jaxtrain") == []
+        assert seen.find_occurrences(file, BYTE, "jaxtrain") == []
 
 
 def test_repeated_text_and_the_edges_of_a_text(tmp_path):
     path = write_file(tmp_path / "a.tok", [[ord("=")] * 100, list(b"0123 WXYZ 56")])
     file = TokenFile.open(path)
-    assert seen.places(file, BYTE, "=======") == [(k * 7, k * 7 + 7) for k in range(14)]
-    assert seen.places(file, BYTE, "WXYZ") == [(106, 110)]
+    assert seen.find_occurrences(file, BYTE, "=======") == [(k * 7, k * 7 + 7) for k in range(14)]
+    assert seen.find_occurrences(file, BYTE, "WXYZ") == [(106, 110)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 11, 12])
 def test_held_out_documents_shorter_than_an_n_gram(folder, tmp_path, size):
     history, _ = run(folder, chat=False)
     path = write_file(tmp_path / "held.tok", [list(range(size))], vocab_size=1 << 20)
-    result = seen.overlap(history, TokenFile.open(path), 24, ngram=13)
+    result = seen.measure_overlap(history, TokenFile.open(path), 24, ngram=13)
     assert np.isnan(result.ngrams_D).tolist() == [size < 12] and not result.exact_D.any()
 
 

@@ -106,7 +106,7 @@ def test_only_a_wrong_key_reads_the_data():
     alias_index.cache_clear()
     other_trainers.cache_clear()
     for option, reads in (("--config.train.steps=3", 0), ("--config.train.setps=3", 1)):
-        assert len(loading.load([f"--config={REPO}/configs/tiny.py", option]).problems) == reads
+        assert len(loading.load_config([f"--config={REPO}/configs/tiny.py", option]).problems) == reads
         assert other_trainers.cache_info().misses == reads
 
 

@@ -7,7 +7,7 @@ import pytest
 from token_files import command, open_batches
 
 from jaxtrain.data import text_format, tokenizer
-from jaxtrain.data.chat_template import NAMED, Conversation, load_template
+from jaxtrain.data.chat_template import BUILTIN_TEMPLATES, Conversation, load_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ def test_a_token_file_knows_what_ends_its_turns(tmp_path, base, loss):
         file = TokenFile.open(tmp_path / f"{name}.tok")
         ends = {"text": [256], "blocks": [256, 258]}.get(name, [256, 258] if loss == "all" else [258])
         assert file.header["turn_ends"] == ends, name
-        found = text_format.of_token_files([file.header])
+        found = text_format.format_from_headers([file.header])
         assert (found.eot, found.taught, found.template) == (256, tuple(ends), source)
         batches = open_batches(tmp_path / f"{name}.tok", 64, tokenizer=str(base))
         assert batches.text == found and not batches.templates
@@ -87,7 +87,7 @@ def test_ids_follow_their_tokens_to_another_tokenizer(tmp_path):
         (more / name).unlink()
     origin, tokenizer = open_origin(str(base)), load_tokenizer(str(more))
     data = TextFormat(tokenizer.sha256, 256, (257,))
-    made = text_format.merge(data, tokenizer, origin.text(), text_format.of_files(str(more)))
+    made = text_format.merge_formats(data, tokenizer, origin.text(), text_format.read_text_format(str(more)))
     assert made.special == {"bos_token_id": 258, "eos_token_id": 259, "pad_token_id": 256}
     assert made.ids_to_write(()) == {"bos_token_id": 258, "eos_token_id": [259, 257], "pad_token_id": 256}
     assert made.generation_to_write(made.special) == {"eos_token_id": [259, 256, 257], "top_p": 0.9}
@@ -98,17 +98,17 @@ def test_ids_follow_their_tokens_to_another_tokenizer(tmp_path):
     export_model(str(tmp_path / "ours"), tmp_path / "out", tokenizer=str(tmp_path / "spaced"), say=lambda line: None)
     assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= ids.items()
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["top_p"] == 0.9
-    assert text_format.of_files(str(tmp_path / "spaced")).ids_to_write(()) == dict.fromkeys(ids) | {"eos_token_id": 256}
+    assert text_format.read_text_format(str(tmp_path / "spaced")).ids_to_write(()) == dict.fromkeys(ids) | {"eos_token_id": 256}
 
 
 def test_the_format_of_a_run_joins_its_data_and_its_model():
     data = TextFormat("x", 3, (7,), template="new", tokens={"eos_token": "</s>"})
     model = TextFormat("x", 1, (5,), (1, 2), {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": None}, None, "old")
     other = TextFormat("y", 9, (9,), (9,), {"eos_token_id": 9}, {}, "other")
-    made = text_format.merge(data, None, other, model)
+    made = text_format.merge_formats(data, None, other, model)
     assert (made.stops, made.template, made.special) == ((3, 7, 5, 1, 2), "new", model.special)
-    assert text_format.merge(TextFormat("x", 3), None, model).template == "old"
-    assert TextFormat.of(json.loads(json.dumps(made.record()))) == made
+    assert text_format.merge_formats(TextFormat("x", 3), None, model).template == "old"
+    assert TextFormat.from_record(json.loads(json.dumps(made.record()))) == made
     assert made.ids_to_write([8]) == {"bos_token_id": 0, "eos_token_id": [1, 7, 5], "pad_token_id": None}
     assert TextFormat(taught=(7,)).ids_to_write([8]) == {"bos_token_id": 8, "eos_token_id": 7, "pad_token_id": None}
 
@@ -182,15 +182,15 @@ def test_an_eos_of_the_models_files_ends_documents_if_no_known_token_does(tmp_pa
     assert load_tokenizer(str(base), 258).eot == 258
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
 def test_templates_by_name_write_what_they_should(tmp_path, name):
     """Turns end with a token that counts; a tokenizer without the tokens is told of one that fits."""
-    special = [*NAMED[name], "<s>"]
+    special = [*BUILTIN_TEMPLATES[name], "<s>"]
     spec = str(hugging_face.write_base(tmp_path / "base", special))
     made = load_template(spec, load_tokenizer(spec), name, "2026-01-01")
     talk = Conversation([{"role": "system", "content": "s"}, *CHAT["messages"]])
-    text, parts = made.parts(talk, "assistant")
-    prompt = "".join(part.text for part in made.prompt(talk.first(4)))
+    text, parts = made.split_conversation(talk, "assistant")
+    prompt = "".join(part.text for part in made.split_prompt(talk.first(4)))
     end = next(part.text for part in parts if part.turn == "end")
     assert (
         text.startswith(prompt) and text[len(prompt) :].strip() == f"9{end}" and sum(part.turn == "end" for part in parts) == 2
@@ -198,7 +198,9 @@ def test_templates_by_name_write_what_they_should(tmp_path, name):
     assert not made.unnamed
     bare = str(hugging_face.write_base(tmp_path / "bare", eos="</s>"))  # which is no token of it
     if name == "alpaca":
-        assert "</s>" not in load_template(bare, load_tokenizer(bare), name, "2026-01-01").parts(talk, "assistant")[0]
-    if NAMED[name]:
+        assert (
+            "</s>" not in load_template(bare, load_tokenizer(bare), name, "2026-01-01").split_conversation(talk, "assistant")[0]
+        )
+    if BUILTIN_TEMPLATES[name]:
         with pytest.raises(tokenizer.TokenizerError, match="--chat-template=alpaca"):
             load_template(bare, load_tokenizer(bare), name, "2026-01-01")

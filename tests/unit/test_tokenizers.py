@@ -104,7 +104,7 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
 def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path, bpe, monkeypatch):
     """A model whose vocabulary covers only the ids of its token file can train."""
     monkeypatch.chdir(tmp_path)
-    info = text_tokenizers.info(text_tokenizers.load_tokenizer(str(bpe)))
+    info = text_tokenizers.tokenizer_info(text_tokenizers.load_tokenizer(str(bpe)))
     write_file(tmp_path / "low.tok", [[5, 6, 7, 8] * 400], **info)
     asked = schema.default_config()
     asked.model.vocab_size = 16
@@ -117,7 +117,7 @@ def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path,
 
 
 def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(tmp_path, bpe):
-    info = text_tokenizers.info(text_tokenizers.load_tokenizer(str(bpe)))
+    info = text_tokenizers.tokenizer_info(text_tokenizers.load_tokenizer(str(bpe)))
     for name, recorded in (("p", info), ("h", {**info, "name": "hf:no/such"})):
         write_file(tmp_path / f"{name}.tok", [[5] * 40], **recorded)
     for names, tokenizer, keys in (
@@ -128,7 +128,7 @@ def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(t
         ("h", "hf:no/other", ["data.tokenizer"]),
     ):
         source = ",".join(f"{tmp_path}/{name}.tok" for name in names)
-        problems = opening.check(schema.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
+        problems = opening.check_data(schema.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
         assert [p.key for p in problems] == keys, (names, tokenizer)
 
 
@@ -181,10 +181,10 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
     place.mkdir()
     for name, (text, equal) in enumerate(texts.items()):
         (place / "tokenizer.json").write_text(text, encoding="utf-8")
-        info = text_tokenizers.info(tok) | {"name": str(place)}
+        info = text_tokenizers.tokenizer_info(tok) | {"name": str(place)}
         write_file(tmp_path / "t.tok", [[5] * 40], **info)
         data = schema.Data(source=str(tmp_path / "t.tok"), tokenizer=str(place), seq_len=16)
-        problems = opening.check(data, 700, False)
+        problems = opening.check_data(data, 700, False)
         assert [p.key for p in problems] == ([] if equal else ["data.tokenizer"]), name
         assert all(f"data.tokenizer={place}" not in p.remedy for p in problems), "the present value is no remedy"
         text_tokenizers.load_tokenizer.cache_clear()
@@ -192,9 +192,9 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         assert (other.sha256 == tok.sha256) == equal, name
         assert not equal or other.encode("def f(x): return naïve") == tok.encode("def f(x): return naïve"), name
         where = {"data": {"fingerprint": {"tokenizer": info}}}
-        before, now = text_tokenizers.contents(where, str(place))["data.tokenizer"]
+        before, now = text_tokenizers.tokenizer_hashes(where, str(place))["data.tokenizer"]
         assert (before == now) == equal, name
-    write_file(tmp_path / "t.tok", [[5] * 40], **text_tokenizers.info(tok))  # the file's own tokenizer is still there
-    (problem,) = opening.check(data, 700, False)
+    write_file(tmp_path / "t.tok", [[5] * 40], **text_tokenizers.tokenizer_info(tok))  # the file's own tokenizer is still there
+    (problem,) = opening.check_data(data, 700, False)
     named = problem.remedy.partition("data.tokenizer=")[2].partition(" or ")[0]
-    assert not opening.check(schema.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)
+    assert not opening.check_data(schema.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)

@@ -75,16 +75,16 @@ def test_a_mesh_is_laid_out_node_by_node():
     given = devices(parse_topology("h200:4x2"))
     mixed = [*given[1::2], *given[::2]]
     for overrides, sizes in (([], (2, 4, 1, 1)), (["mesh.data=1"], (1, 8, 1, 1)), (["mesh.tensor=2"], (2, 2, 2, 1))):
-        run = loading.load(["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in overrides)]).run
+        run = loading.load_config(["--config=configs/llama3_8b.py", *(f"--config.{o}" for o in overrides)]).run
         mesh = make_placement(run, mixed).mesh
         assert tuple(mesh.shape.values()) == sizes
         assert [d.id for d in mesh.devices.flat] == sorted(d.id for d in given)
-    assert {d.process_index for d in make_placement(loading.load([]).run, mixed).mesh.devices[0].flat} == {0}
+    assert {d.process_index for d in make_placement(loading.load_config([]).run, mixed).mesh.devices[0].flat} == {0}
     # CUDA numbers the GPUs of several processes in any order: an id does not identify the node.
     turns = [Described(id=i, process_index=i % 2) for i in range(8)]
-    assert [d.process_index for d in make_placement(loading.load([]).run, turns).mesh.devices.flat] == [0] * 4 + [1] * 4
+    assert [d.process_index for d in make_placement(loading.load_config([]).run, turns).mesh.devices.flat] == [0] * 4 + [1] * 4
     with pytest.raises(ConfigError, match="4, 3"):
-        make_placement(loading.load([]).run, given[:7])
+        make_placement(loading.load_config([]).run, given[:7])
 
 
 def test_the_machine_itself(monkeypatch):

@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         "checkpoint: other values than were saved are restored",
         "jaxtrain/checkpoint/manager.py",
-        "digests.text(digest) != recorded[name][2]",
-        "digests.text(digest) == recorded[name]",
+        "digests.to_hex(digest) != recorded[name][2]",
+        "digests.to_hex(digest) == recorded[name]",
         "proofs/test_checkpoint_arrays.py -k not_those_saved",
     ),
     Bug(
@@ -230,8 +230,8 @@ BUGS = (
     Bug(
         "resume: a group that moves to another optimizer is asked about",
         "jaxtrain/step/resume.py",
-        "groups.moved(before[name]) != groups.moved(after[name])",
-        "groups.moved(before[name]) == groups.moved(after[name])",
+        "groups.optimizer_overrides(before[name]) != groups.optimizer_overrides(after[name])",
+        "groups.optimizer_overrides(before[name]) == groups.optimizer_overrides(after[name])",
         "unit/test_resume_rules.py -k groups",
     ),
     Bug(

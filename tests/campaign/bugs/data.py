@@ -202,8 +202,8 @@ BUGS = (
     Bug(
         "data: offsets of joined parts begin at 0",
         "jaxtrain/data/tokenfile.py",
-        "(file.doc_offsets[first : first + COPIED] + self.tokens).astype",
-        "file.doc_offsets[first : first + COPIED].astype",
+        "(file.doc_offsets[first : first + COPY_SIZE] + self.tokens).astype",
+        "file.doc_offsets[first : first + COPY_SIZE].astype",
         "unit/test_data.py -k joined",
     ),
     Bug(
@@ -258,7 +258,7 @@ BUGS = (
     Bug(
         "data: offsets are memory-mapped without a read before",
         "jaxtrain/data/tokenfile.py",
-        "            self[first : first + COPIED]\n",
+        "            self[first : first + COPY_SIZE]\n",
         "            pass\n",
         "unit/test_data_damage.py -k cannot_be_read",
     ),

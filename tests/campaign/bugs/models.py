@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         "moments: blocks along what fsdp splits",
         "jaxtrain/optim/moments.py",
-        "axes[d] not in SPLIT and block",
-        "block",
+        "axes[d] not in UNBLOCKED_AXES and block_size",
+        "block_size",
         "unit/test_quantized.py -k goes_into_blocks",
     ),
     Bug(
