@@ -288,7 +288,7 @@ def _run_mode(args: Args, cudnn: cudnn_library.CudnnLibrary | None) -> int:
     run, launched = args.loaded.run, args.loaded.launch
     topology = machines.parse_topology(args.topology) if args.topology else machines.local_topology()
     notes = [
-        launched.other_size(topology.total),
+        launched.size_note(topology.total),
         run.ramp.note,
         *(note for note in launched.notes if note.startswith("train.epochs")),
     ]

@@ -384,7 +384,7 @@ def _nearest_option(name: str, names: Sequence[str], value_text: str, config_key
     Args:
         name: the option without its dashes.
         names: all options of the command.
-        given: "=VALUE" as it was typed, or "".
+        value_text: "=VALUE" as it was typed, or "".
         config_keys: all keys of the config, if the command takes one.
     """
     if close := difflib.get_close_matches(name, names, 1, 0.75):
@@ -402,7 +402,7 @@ def _nearest_option(name: str, names: Sequence[str], value_text: str, config_key
 def _as_option(setting: str, value_text: str) -> str:
     """Return a setting of the table of synonyms as an option: with the table's value, or else with the typed value.
 
-    given: "=VALUE" as it was typed, or "".
+    value_text: "=VALUE" as it was typed, or "".
     """
     if setting.startswith("--"):
         return setting.partition("=")[0] + value_text

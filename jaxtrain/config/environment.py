@@ -91,7 +91,7 @@ class Overlay:
     why: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def common(self) -> dict[str, str]:
-        """Return the variables that must be equal on all processes: all but those in OF_A_HOST."""
+        """Return the variables that must be equal on all processes: all but those in HOST_VARIABLES."""
         return {name: value for name, value in (self.inherited | self.set).items() if not _matches(name, HOST_VARIABLES)}
 
     def lines(self) -> list[str]:

@@ -55,7 +55,7 @@ class Piece:
       text: the text. Each member of a pair has the text of both members, so that --validation puts both into one file.
       num_bytes: UTF-8 bytes of the text, without control tokens and without the other member of a pair.
       end: whether the document ends with this piece.
-      parts: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
+      chunks: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
       notes: what of the row is not used, though the model learns nothing else without it.
     """
 
@@ -70,7 +70,7 @@ class TextRows:
     """Rows of text, in one column, or in several columns. `separator` joins the columns that are not empty.
 
     `columns` returns the columns to read from a table, and raises RowError if a column is missing. `pieces` returns the
-    documents of a row, none if the row has no text, and raises RowError for a bad row. ChatRows and PairRows have the same
+    documents of a row, none if the row has no text, and raises RowError for a bad row. ChatRows and PreferenceRows have the same
     methods.
     """
 

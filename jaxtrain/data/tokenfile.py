@@ -91,7 +91,7 @@ class TokenWriter:
       tokenizer: the result of `tokenizer_info`.
       sources: names of the inputs, for the header.
       loss: whether the file has loss bits. If True, every `write` needs loss flags.
-      made: options that made the file, for the header.
+      recipe: options that made the file, for the header.
 
     Attributes:
       turn_ends: ids that end an assistant's turn, or a document, and count in the loss; of files with loss bits.

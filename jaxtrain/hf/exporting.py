@@ -247,7 +247,7 @@ def write_tensors(
             entries_by_name.setdefault(name, []).append(entry)
     split = huggingface_hub.split_state_dict_into_shards_factory(
         entries_by_name,
-        get_storage_size=lambda sharing: math.prod(sharing[0].their_shape) * dtypes[sharing[0].ours].itemsize,
+        get_storage_size=lambda sharing: math.prod(sharing[0].hf_shape) * dtypes[sharing[0].name].itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_size,
     )

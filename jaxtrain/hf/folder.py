@@ -67,7 +67,7 @@ class HfFolder:
         path: the folder.
         settings: config.json; of a model that also sees or hears, that of its text part.
         model: the model.
-        whole: model_type of the model whose text part this is; "" for a model of text alone.
+        full_model_type: that of the model whose text part this is; "" for a model of text alone.
     """
 
     path: Path

@@ -83,7 +83,7 @@ def _try_probe(probe: Path, index: int) -> str:
 
 
 def _rule(name: str, views: list[tuple[dict[str, str], dict[str, str]]], peers: Peers) -> str:
-    """Return why a folder is not shared; "" if it is. found: (name -> error, name -> absolute path) of each process."""
+    """Return why a folder is not shared; "" if it is. views: (name -> error, name -> absolute path) of each process."""
     failing = [i for i, (errors, _) in enumerate(views) if errors[name]]
     if not failing:
         return ""

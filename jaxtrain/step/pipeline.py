@@ -359,7 +359,7 @@ class _Step:
         unit = jnp.clip(unit, 0, self.schedule.forward_ticks - 1)
         group, m = self.forward_table[unit]
         x = _select((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
-        return Pass(self.shared(self.micro(m)).where(valid), group, self.forward_slots[unit], valid), x
+        return Pass(self.shared(self.micro(m)).with_valid(valid), group, self.forward_slots[unit], valid), x
 
     def backward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
         """Return (this stage's backward pass of tick t, the gradient of the output of the group)."""

@@ -100,7 +100,7 @@ def run(
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
         before, but nothing may have been computed on GPUs: JAX allocates GPU memory (`train.memory_fraction`) when it first
         uses the GPUs.
-      notes: first lines of the log, such as those of `loading.load`.
+      notes: first lines of the log, such as those of `loading.load_config`.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.

@@ -19,7 +19,7 @@ def python(code: str, **options) -> subprocess.CompletedProcess[str]:
 
 VALIDATED = "from pathlib import Path; from jaxtrain.config import hardware; from jaxtrain.data import loading;"
 VALIDATED += "from jaxtrain.step.validate import validate;"
-VALIDATED += "assert not validate(loading.load([]).run, hardware.probe(), Path('runs/test'))"
+VALIDATED += "assert not validate(loading.load_config([]).run, hardware.probe(), Path('runs/test'))"
 
 
 @pytest.mark.parametrize(

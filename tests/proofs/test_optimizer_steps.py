@@ -214,7 +214,7 @@ def test_random_bits_do_not_depend_on_the_layout():
 
     def rounded(exact, rounding, layer=None):
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
-        return rounding.rounded(exact, params, jnp.int32(5), layer)
+        return rounding.round_params(exact, params, jnp.int32(5), layer)
 
     one = rounded(exact, Rounding(3))
     mesh = jax.make_mesh((2, 2), ("stage", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -5,7 +5,7 @@ support.py has the limits of each kernel, and chooses the kernel of a run. Each 
     prepare(rows, spec) -> pytree                   the kernel's description of the batch, made once and shared by all layers
     attention(q_BTNH, k_BSKH, v_BSKH, prepared, spec) -> o_BTNH
 
-and three more, from which kernels/context builds attention over keys on several devices:
+and three more, from which kernels/context_parallel builds attention over keys on several devices:
 
     describe_block(rows, spec, diagonal) -> pytree  the kernel's description of a block, made once
     block_forward(q, k, v, described, spec, diagonal) -> (o_BTNH, lse_BNT)

@@ -207,7 +207,7 @@ def _row_biases(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
 def _project(
     rows_RD: jax.Array, weights: Weights, route: Route, spec: ExpertsSpec
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
-    """Return the gate and the up projection of rows, (R, F) each, and the second results of `Spec.project`."""
+    """Return the gate and the up projection of rows, (R, F) each, and the second results of `ExpertsSpec.project`."""
     pairs = (weights.adapters.get("gate"), weights.adapters.get("up"))
     (gate_RF, low_gate), (up_RF, low_up) = (
         spec.project(rows_RD, w_EDF, pair, route, "D") for w_EDF, pair in zip((weights.gate, weights.up), pairs, strict=True)
@@ -307,7 +307,7 @@ def _backward(spec: ExpertsSpec, residuals, cotangents):
     def gradients(route: Route, projected: tuple[jax.Array, ...], low: Sequence[jax.Array | None], out: jnp.dtype):
         """Return gradients of x, f32 (T, D), of share, (T, k), of weights and adapters in `out`, and of biases in f32.
 
-        projected: rows, and their gate and up projections. low: the second results of `Spec.project`, of down too.
+        projected: rows, and their gate and up projections. low: the second results of `ExpertsSpec.project`, of down too.
         """
         rows_RD, gate_RF, up_RF = projected
         share_R, dy_RD = exchange.send_numbers(share_Tk, route), exchange.send(dy_TD, route)

@@ -42,7 +42,7 @@ MAX_NAMES = 4  # names in one warning; more are only counted
 MICROBATCH = re.compile(r"jit\(train_step\)/(shard_map/)?while/body/(?!.*/while/body)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 SAME_VALUE = ("bitcast", "convert", "copy", "transpose", "reshape")  # opcodes that leave a value unchanged, or round it
-CONTEXT = "kernels/context"  # folder of the rings over mesh.seq
+CONTEXT = "kernels/context_parallel"  # folder of the rings over mesh.seq
 # Sources of matmuls without a weight of a layer: attention and the loss.
 NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
