@@ -16,11 +16,11 @@ COUNT = 3
 # index, count, port, time limit of the start in seconds, and the code of each process between its start and its end
 PROCESS = """
 import os, sys, time
-from jaxtrain.runtime.distributed import Cluster, ClusterError, Peers, leave, start
+from jaxtrain.runtime.distributed import Cluster, ClusterError, Peers, connect, leave
 
 index, count, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
 try:
-    start(Cluster("127.0.0.1:" + sys.argv[3], count, index, None, "the test"), init_timeout_s=timeout)
+    connect(Cluster("127.0.0.1:" + sys.argv[3], count, index, None, "the test"), init_timeout_s=timeout)
 except ClusterError as error:
     print(error, flush=True)
     leave(75)

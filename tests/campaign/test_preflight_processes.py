@@ -137,8 +137,8 @@ def test_two_processes_measure_together():
     script = """
 import json, sys
 from jaxtrain.runtime.distributed import Cluster
-from jaxtrain.node.node_rates import measure
-print(json.dumps(measure({}, 300, Cluster(sys.argv[1], 2, int(sys.argv[2]), None, "this test"), on_cpu=True)))
+from jaxtrain.node.node_rates import measure_node
+print(json.dumps(measure_node({}, 300, Cluster(sys.argv[1], 2, int(sys.argv[2]), None, "this test"), on_cpu=True)))
 """
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, "-c", script, free_address()]
@@ -188,7 +188,7 @@ def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):
     """If its parent is killed, the measuring process ends too, because other processes need the GPUs."""
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(1000)")
-    script = "from jaxtrain.node import node_rates as m\nm.CASE = 'instead:case'\nm.measure({}, 900.0, on_cpu=True)"
+    script = "from jaxtrain.node import node_rates as m\nm.CASE = 'instead:case'\nm.measure_node({}, 900.0, on_cpu=True)"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, env=os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"})
     while not (note.exists() and note.read_text().endswith("\n")):
         assert asking.poll() is None

@@ -102,7 +102,7 @@ def test_classes_of_a_config_file_are_found_by_their_module(tmp_path: Path):
 def test_a_config_file_has_no_future_of_the_program_that_reads_it(tmp_path: Path):
     note = "seen = []\ndef note(x: seen.append(1)): pass\n"
     text = f"{BASE}{note}{GET}    config.model.num_layers += len(seen)\n    return config\n"
-    code = compile("from __future__ import annotations\nloaded = loading.load([f'--config={file}'])", "caller", "exec")
+    code = compile("from __future__ import annotations\nloaded = loading.load_config([f'--config={file}'])", "caller", "exec")
     names = {"loading": loading, "file": write(tmp_path / "c.py", text)}
     exec(code, names)
     assert (
