@@ -51,11 +51,13 @@ def checkpoints_folder(checkpoint_dir: str, workdir: Path) -> Path:
 
 
 def _steps(checkpoint_dir: str, workdir: Path) -> list[int] | None:
-    """Return the steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
+    """Return the saved steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
     folder = checkpoints_folder(checkpoint_dir, workdir)
     if is_bucket(checkpoint_dir or str(workdir)) or not os.path.isdir(folder):
         return None
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
+    from jaxtrain.checkpoint.storage import Storage  # only a run that may resume needs it
+
+    return sorted(step for step, state in Storage(folder).states().items() if state != "unfinished")
 
 
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:

@@ -17,6 +17,7 @@ from remedies import named_fix
 from token_files import command, write_conversations
 
 from jaxtrain import main
+from jaxtrain.checkpoint.storage import COMMITTED
 from jaxtrain.commands import hf, plan, sample
 from jaxtrain.commands.command import read_line
 from jaxtrain.config import explain, hardware, schema
@@ -337,12 +338,18 @@ def test_folders_and_files_that_do_not_exist(program, argv, key, no_jax, capsys,
     assert told(capsys) == [key] and not listing(tmp_path)
 
 
-def checkpoint(step: int, **changes: object) -> Path:
-    """Write the meta.json of a step of the folder `run`, whose config is tiny.py's with some keys changed."""
+def checkpoint(step: int, unfinished: bool = False, **changes: object) -> Path:
+    """Write the meta.json of a step of the folder `run`, whose config is tiny.py's with some keys changed.
+
+    unfinished: the arrays of the step were not written to the end.
+    """
     loaded = loading.load_config([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
     meta = Path(f"run/checkpoints/{step}/meta.json")
     meta.parent.mkdir(parents=True)
     meta.write_text(json.dumps({"config": schema.to_dict(loaded.run)}))
+    if not unfinished:
+        (meta.parent / COMMITTED).parent.mkdir()
+        (meta.parent / COMMITTED).touch()
     return meta
 
 
@@ -366,6 +373,7 @@ def test_a_resume_that_its_checkpoint_forbids(wrong, key, right, no_jax, capsys,
     checkpoint(9, model__num_layers=2)  # the newest counts
     checkpoint(10, model__d_ff=96, train__steps=20)
     checkpoint(20, model__d_ff=96, train__steps=20)
+    checkpoint(30, unfinished=True, model__d_ff=48)  # a kill in the middle of a save: the run resumes from step 20
     assert main.main([TINY, "--workdir=run", *arguments(wrong)]) == 2
     assert told(capsys) == [key]
     starts(*arguments(right))
