@@ -70,8 +70,8 @@ class TextRows:
     """Rows of text, in one column, or in several columns. `separator` joins the columns that are not empty.
 
     `columns` returns the columns to read from a table, and raises RowError if a column is missing. `pieces` returns the
-    documents of a row, none if the row has no text, and raises RowError for a bad row. ChatRows and PreferenceRows have the same
-    methods.
+    documents of a row, none if the row has no text, and raises RowError for a bad row. ChatRows and PreferenceRows have the
+    same methods.
     """
 
     def __init__(self, keys: list[str], separator: str):

@@ -11,7 +11,8 @@ from typing import Any
 from jaxtrain.config import own_parts
 from jaxtrain.config.schema import ConfigError, Problem
 
-# model.family -> module with PRESETS, STRUCTURE and FORMAT (models/hugging_face.py). A family is one file and one line here.
+# model.family -> module with PRESETS, STRUCTURE and FORMAT (models/hugging_face.py). A family is one file, one line here, and
+# one in the choices of model.family (config/schema.py).
 FAMILIES = {
     "llama": "jaxtrain.models.families.llama",
     "mistral": "jaxtrain.models.families.mistral",

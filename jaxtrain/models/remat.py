@@ -140,12 +140,12 @@ class RematPlan:
           shared: arrays that all layers share; gradients through them are dropped.
           kinds: the kind of each layer, passed to `body`.
         """
-        stack, learnt, fixed, into = flatten(layers)
+        stack, trained, fixed, into = flatten(layers)
         if stack.gradients is None:
             # Autodiff gives gradients to the weights of a model whose stack does not come as StackWeight.
             return loop(self.element_body(self.checkpoint(body)), x, layers, shared, kinds)
         stack.gradients.use(into, len(kinds))
-        return _run_stack(StackRun(self, body, stack, kinds), x, into, learnt, fixed, shared)
+        return _run_stack(StackRun(self, body, stack, kinds), x, into, trained, fixed, shared)
 
     def groups(self, num_layers: int) -> tuple[int, list[range]]:
         """Return the number of groups of layers that a loop runs, and the groups after the loop, which run one by one."""
@@ -181,10 +181,10 @@ class StackRun:
     stack: "Stack"
     kinds: Sequence[int]
 
-    def forward(self, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> tuple[Any, Any]:
+    def forward(self, x: Any, into: Arrays, trained: Arrays, fixed: Arrays, shared: Any) -> tuple[Any, Any]:
         """Return x after all layers, and the residuals for `backward`."""
         trips, last_groups = self.plan.groups(len(self.kinds))
-        each, weights = self.plan.layers_each, (learnt, fixed, shared)
+        each, weights = self.plan.layers_each, (trained, fixed, shared)
         vjps, saved = None, []
         if trips:
             # XLA inlines a loop of one iteration, and would then merge its recomputation with the original.
@@ -198,7 +198,7 @@ class StackRun:
         return x, (vjps, saved, into, weights)
 
     def backward(self, residuals: Any, dx: Any) -> tuple[Any, ...]:
-        """Return the gradients of `forward`'s arguments: those of x and, as the gradient of `into`, of `learnt`."""
+        """Return the gradients of `forward`'s arguments: those of x and, as the gradient of `into`, of `trained`."""
         vjps, saved, into, weights = residuals
         trips, last_groups = self.plan.groups(len(self.kinds))
         each, delays_load = self.plan.layers_each, self.plan.delays_load
@@ -226,15 +226,15 @@ class StackRun:
         self, run_group: Callable[..., Any], x: Any, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
     ) -> tuple[Any, Any]:
         """Return x after `count` layers from `first`, and the layers' vjp. run_group: of `RematPlan.checkpoint_layers`."""
-        learnt, fixed, shared = weights
-        return self.stack.differentiate(run_group, x, learnt, fixed, first, count, shared, kinds_at(self.kinds, first, count))
+        trained, fixed, shared = weights
+        return self.stack.differentiate(run_group, x, trained, fixed, first, count, shared, kinds_at(self.kinds, first, count))
 
     def _add_gradients(
         self, vjp: Any, dx: Any, sums: Arrays, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
     ) -> tuple[Any, Arrays]:
         """Return the gradient of the input of `count` layers from `first`, and the sums with the layers' gradients."""
-        learnt, fixed, shared = weights
-        dx, grads = self.stack.backward(vjp, learnt, fixed, first, count, shared, dx)
+        trained, fixed, shared = weights
+        dx, grads = self.stack.backward(vjp, trained, fixed, first, count, shared, dx)
         put = add_at if self.stack.adds else put_at
         for offset, layer_grads in enumerate(grads):
             sums = [put(total, g, first + offset) for total, g in zip(sums, layer_grads, strict=True)]
@@ -242,9 +242,9 @@ class StackRun:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_stack(run: StackRun, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> Any:
+def _run_stack(run: StackRun, x: Any, into: Arrays, trained: Arrays, fixed: Arrays, shared: Any) -> Any:
     # Without a backward pass nothing is saved, and a loop costs nothing.
-    return loop(run.plan.element_body(run.body), x, run.stack.layers(learnt, fixed), shared, run.kinds)
+    return loop(run.plan.element_body(run.body), x, run.stack.layers(trained, fixed), shared, run.kinds)
 
 
 _run_stack.defvjp(StackRun.forward, StackRun.backward)
@@ -333,7 +333,7 @@ class Stack:
     """The structure of stacked layers, and which of their arrays are differentiated; static under jit."""
 
     tree: Any
-    learns: tuple[bool, ...]  # whether each leaf of the tree is differentiated
+    is_trained: tuple[bool, ...]  # whether each leaf of the tree is differentiated
     gradients: StackGradients | None = None  # of the `StackWeight` leaves; None if there are none
 
     @property
@@ -341,16 +341,16 @@ class Stack:
         """Return whether the backward pass adds gradients to their sum over earlier microbatches."""
         return self.gradients is not None and self.gradients.adds
 
-    def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        """Return the tree with these differentiated (`learnt`) and fixed arrays, stacked for all layers or of one layer."""
-        sources = iter(learnt), iter(fixed)
-        return jax.tree.unflatten(self.tree, [next(sources[not learns]) for learns in self.learns])
+    def layers(self, trained: Sequence[Any], fixed: Sequence[Any]) -> Any:
+        """Return the tree with these differentiated (`trained`) and fixed arrays, stacked for all layers or of one layer."""
+        sources = iter(trained), iter(fixed)
+        return jax.tree.unflatten(self.tree, [next(sources[not learns]) for learns in self.is_trained])
 
     def differentiate(
         self,
         run: Callable[..., Any],
         x: Any,
-        learnt: Any,
+        trained: Any,
         fixed: Any,
         first: Any,
         count: int,
@@ -359,18 +359,18 @@ class Stack:
     ) -> tuple[Any, Any]:
         """Return `f(x, layers, shared, *kinds)` for `count` layers from `first`, and a vjp that has no weights as residuals."""
 
-        def apply(x: Any, learnt: list[Any], fixed: list[Any], shared: Any) -> Any:
-            return run(x, [self.layers(*arrays) for arrays in zip(learnt, fixed, strict=True)], shared, *kinds)
+        def apply(x: Any, trained: list[Any], fixed: list[Any], shared: Any) -> Any:
+            return run(x, [self.layers(*arrays) for arrays in zip(trained, fixed, strict=True)], shared, *kinds)
 
-        args = x, *(self._at(arrays, first, count) for arrays in (learnt, fixed)), shared
+        args = x, *(self._at(arrays, first, count) for arrays in (trained, fixed)), shared
         # The backward pass indexes the stacks of weights again: if weights were residuals, a loop would stack copies of them.
         return jax.vjp(apply, *args, saveable_args=(True, False, False, False), in_nzs=(True, True, False, False))
 
     def backward(
-        self, vjp: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, dy: Any
+        self, vjp: Any, trained: Any, fixed: Any, first: Any, count: int, shared: Any, dy: Any
     ) -> tuple[Any, list[list[jax.Array]]]:
         """Return the gradient of x, and for each layer the gradients of its differentiated arrays."""
-        weights = (self._at(arrays, first, count) for arrays in (learnt, fixed))
+        weights = (self._at(arrays, first, count) for arrays in (trained, fixed))
         dx, grads, _, _ = vjp.replace(args_res=(vjp.args_res[0], *weights, shared))(dy)
         return dx, grads
 
@@ -385,23 +385,23 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
     The differentiated arrays are the weights that are `StackWeight`. Of a `ComputeCopy`, only the master is differentiated.
     """
 
-    def is_learnt(w: Any) -> bool:
+    def is_trained(w: Any) -> bool:
         return isinstance(w, StackWeight)
 
-    def learns(w: Any) -> Any:
-        if not is_learnt(w):
+    def trained_leaves(w: Any) -> Any:
+        if not is_trained(w):
             return False
         return ComputeCopy(jax.tree.map(lambda _: False, w.value.value), True) if isinstance(w.value, ComputeCopy) else True
 
-    marked = [w for w in jax.tree.leaves(layers, is_leaf=is_learnt) if is_learnt(w)]
-    arrays, tree = jax.tree.flatten(jax.tree.map(lambda w: w.value if is_learnt(w) else w, layers, is_leaf=is_learnt))
-    flags = tuple(jax.tree.leaves(jax.tree.map(learns, layers, is_leaf=is_learnt)))
-    learnt = [w for w, learns in zip(arrays, flags, strict=True) if learns]
-    fixed = [w for w, learns in zip(arrays, flags, strict=True) if not learns]
-    return Stack(tree, flags, next((w.gradients for w in marked), None)), learnt, fixed, [w.into for w in marked]
+    marked = [w for w in jax.tree.leaves(layers, is_leaf=is_trained) if is_trained(w)]
+    arrays, tree = jax.tree.flatten(jax.tree.map(lambda w: w.value if is_trained(w) else w, layers, is_leaf=is_trained))
+    flags = tuple(jax.tree.leaves(jax.tree.map(trained_leaves, layers, is_leaf=is_trained)))
+    trained = [w for w, flag in zip(arrays, flags, strict=True) if flag]
+    fixed = [w for w, flag in zip(arrays, flags, strict=True) if not flag]
+    return Stack(tree, flags, next((w.gradients for w in marked), None)), trained, fixed, [w.into for w in marked]
 
 
-def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True, period: int = 1) -> RematPlan:
+def make_remat_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True, period: int = 1) -> RematPlan:
     """Return the plan for the config's `remat` section and `sharding.gather`, which `validate` has checked.
 
     unroll, delays_load, period: see RematPlan.

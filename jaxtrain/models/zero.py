@@ -216,18 +216,18 @@ class Zero:
         )
         if not stack:
             return weights
-        learnt = select_leaves(weights, jax.tree.map(lambda _: True, stack))
+        trained = select_leaves(weights, jax.tree.map(lambda _: True, stack))
         gradients = StackGradients(stack, adds)
-        marked = jax.tree.map(lambda w, into: StackWeight(w, into, gradients), learnt, stack, is_leaf=_is_compute_copy)
+        marked = jax.tree.map(lambda w, into: StackWeight(w, into, gradients), trained, stack, is_leaf=_is_compute_copy)
         return replace_leaves(weights, marked)
 
     def gradient_buffers(self, stack: Params) -> Params:
         """Return arrays for the gradients of a stack's weights, in the reduce dtype."""
         return jax.tree.map(lambda w: jnp.zeros(w.shape, self.numerics.reduce), stack)
 
-    def zero_sums(self, learnt: Params) -> Params:
+    def zero_sums(self, trained: Params) -> Params:
         """Return arrays of zeros for the sums of these weights' gradients over microbatches."""
-        leaves, tree = jax.tree.flatten(learnt)
+        leaves, tree = jax.tree.flatten(trained)
         return jax.tree.unflatten(tree, zeros([jax.ShapeDtypeStruct(w.shape, self.numerics.sums) for w in leaves])[0])
 
     def reduce_gradients(self, grads: Params, axes: Params) -> Params:

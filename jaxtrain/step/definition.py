@@ -16,7 +16,7 @@ from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import EQUATIONS, LoraSpec, is_adapter
 from jaxtrain.models.module import Definition, Params, leaf_names
 from jaxtrain.models.precision import fp8_weight_names
-from jaxtrain.models.remat import make_plan
+from jaxtrain.models.remat import make_remat_plan
 from jaxtrain.models.rules import target_problems
 from jaxtrain.models.stored import StoredWeight
 from jaxtrain.models.structure import Structure
@@ -33,7 +33,7 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
         rule = "has no function `build`, which returns the model"
         raise ConfigError([Problem("model.family", run.model.family, rule, "Give it one, as in docs/extending.md.")])
     delays_load = placement.size("tensor") == 1
-    plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load, run.model.period)
+    plan = make_remat_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load, run.model.period)
     ctx = layers.Context(
         numerics,
         placement,

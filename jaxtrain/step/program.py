@@ -22,7 +22,7 @@ from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, element_kinds
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, leaf_names, select_leaves
-from jaxtrain.models.remat import make_plan
+from jaxtrain.models.remat import make_remat_plan
 from jaxtrain.models.zero import Zero, make_zero
 from jaxtrain.optim.optimizer import check_groups, make_optimizer, make_schedule
 from jaxtrain.optim.rounding import Rounding
@@ -99,7 +99,7 @@ class Program:
     def layer_trips(self) -> int:
         """Return the number of iterations of the loop over layers; 0 if the layers are unrolled."""
         run, stages = self.run, self.layout.stages
-        plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
+        plan = make_remat_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
         if stages.stages > 1:
             return plan.trips(stages.per_group)
         stacked = jax.tree.leaves(self.definition.abstract.get(STACK, {}))  # a layer of the stack may be several of the model's

@@ -1,6 +1,7 @@
 """A comparison of the configs of a checkpoint and of the run that resumes from it.
 
-Each key's declaration says whether it may change (`schema.resume_of`). Imports no jax, and reads no file.
+Each key's declaration says whether it may change (`schema.resume_of`); `compare_configs` has the rules that depend on values.
+Imports no jax, and reads no file.
 """
 
 import dataclasses

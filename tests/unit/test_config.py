@@ -326,7 +326,7 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
     ],
 )
 def test_shipped_configs_are_valid(monkeypatch, name, count):
-    monkeypatch.setattr("jaxtrain.data.opening.check_data", lambda *args, **how: [])  # as if the large configs' token files existed
+    monkeypatch.setattr("jaxtrain.data.opening.check_data", lambda *args, **how: [])  # as if the token files existed
     stem, _, variant = name.partition(":")
     devices = dataclasses.replace(EIGHT_H200, count=count, node=8 if count > 8 else EIGHT_H200.node)
     assert keys(base=f"--config={REPO}/configs/{stem}.py:{variant}", devices=devices) == []

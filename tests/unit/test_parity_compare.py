@@ -80,7 +80,9 @@ def test_the_float32_reference_takes_kernels_that_have_float32():
 def test_layouts_that_are_tried_by_default(monkeypatch):
     """All default layouts are tried that the config allows."""
     asked = []
-    monkeypatch.setattr(command, "run_parity", lambda parsed, runs, left_out: asked.append([layout.name for layout, *_ in runs]) or 0)
+    monkeypatch.setattr(
+        command, "run_parity", lambda args, runs, left_out: asked.append([layout.name for layout, *_ in runs]) or 0
+    )
     everything = ",".join((parity_layouts.DEFAULT, parity_layouts.STAGES, parity_layouts.EXPERTS, parity_layouts.BOTH)).split(
         ","
     )

@@ -16,7 +16,7 @@ BUDGETS = {
     "checkpoint": 1400,
     "models": 6050,
     "optim": 1080,
-    "step": 4710,
+    "step": 4720,
     "hf": 3630,
     "plan": 5690,
     "train": 6100,
