@@ -139,12 +139,14 @@ def harness_model() -> type:
 def parse_generation(settings: dict[str, Any], default_length: int) -> tuple[list[str], int]:
     """Return (strings to stop at, largest number of tokens) from a task's generation arguments.
 
-    default_length: the largest number if the task names none. Raises TaskError for sampling and for unknown arguments.
+    default_length: the largest number if the task names none. Raises TaskError for unknown arguments, and for sampling: without
+    do_sample, a temperature above 0 asks for it.
     """
     remaining = dict(settings)
     until = remaining.pop("until", None) or []
     lengths = [remaining.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
-    if remaining.pop("do_sample", False) or remaining.pop("temperature", 0):
+    do_sample = remaining.pop("do_sample", None)
+    if remaining.get("temperature", 0) if do_sample is None else do_sample:
         raise TaskError(
             f"generation arguments {settings}: only the likeliest token at a time; pass --gen_kwargs do_sample=False"
         )

@@ -153,7 +153,7 @@ def test_texts_are_the_likeliest_tokens(model: Any) -> None:
     seen = [byte.encode(p)[-(32 - 8) :] or [EOT] for p in prompts]
     wanted = [greedy(ids, 8) for ids in seen]
     assert not any(EOT in made for made in wanted), "choose other prompts: the end of a document is tested apart"
-    ask = {"until": [], "max_gen_toks": 8, "do_sample": False}
+    ask = {"until": [], "max_gen_toks": 8, "do_sample": False, "temperature": 0.6}
     assert model.generate_until(requests(*((p, ask) for p in prompts))) == [byte.decode(made) for made in wanted]
     stop = byte.decode(wanted[1][3:5])
     stops = [{"until": [stop, "\n\n"], "max_gen_toks": 8, "temperature": 0.0}, {"until": "", "max_gen_toks": 2}]
@@ -165,7 +165,8 @@ def test_texts_are_the_likeliest_tokens(model: Any) -> None:
 
 
 def test_what_it_cannot_do_is_refused(model: Any, workdir: Path) -> None:
-    for ask in ({"do_sample": True}, {"temperature": 0.7}, {"num_beams": 4}, {"max_gen_toks": 32}):
+    sampled = ({"do_sample": True}, {"temperature": 0.7}, {"do_sample": None, "temperature": 0.7})
+    for ask in (*sampled, {"num_beams": 4}, {"max_gen_toks": 32}):
         with pytest.raises(ValueError, match="|".join(ask)):
             model.generate_until(requests(("a", ask)))
     harness = lm_eval.harness_model()
