@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import rich.console
 
-from jaxtrain.config import launch, own_parts
+from jaxtrain.config import hardware, launch, own_parts
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, flatten
 from jaxtrain.data import loading
 from jaxtrain.metrics.samples import Sampling
+from jaxtrain.runtime.startup import start_jax
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +44,12 @@ def _with_user_line[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return call
+
+
+def _start_without_gpus() -> None:
+    """Start JAX if this process has no GPU. JAX alone would start there without XLA's GPU compiler, which plans need."""
+    if (devices := hardware.probe()).kind == "cpu":
+        start_jax(devices)
 
 
 def load(name: Config, **overrides: Any) -> RunConfig:
@@ -90,11 +97,13 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
         ConfigError: the config has mistakes, or training on this machine would refuse it, or the devices of this process do not
             fit.
         TopologyError: the machine is unknown.
+        RuntimeError: XLA's GPU compiler is not installed, or JAX was started before in this process, without it.
     """
     from jaxtrain.report.shardings import run_shardings, tree_shardings
 
     if not isinstance(config, RunConfig | str | os.PathLike):
         return tree_shardings(config)
+    _start_without_gpus()
     import jax
 
     from jaxtrain.plan import topology as machines
@@ -114,8 +123,9 @@ def plan(config: Config, topology: str, **overrides: Any) -> "PlanReport":
     Takes from seconds to minutes. A notebook shows the result as tables; `plan(...).to_pandas("collectives")` is a DataFrame.
 
     Raises:
-        ConfigError, TopologyError: as `shardings`.
+        ConfigError, TopologyError, RuntimeError: as `shardings`.
     """
+    _start_without_gpus()
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.make import make_plan
     from jaxtrain.report.plan import plan_report
@@ -135,8 +145,9 @@ def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, 
         most: largest number of plans; 0: 8.
 
     Raises:
-        ConfigError, TopologyError: as `shardings`.
+        ConfigError, TopologyError, RuntimeError: as `shardings`.
     """
+    _start_without_gpus()
     from jaxtrain.plan import FOLDER, MOST
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search import search as run_search
@@ -220,6 +231,7 @@ def evaluate(
     """
     import math
 
+    _start_without_gpus()
     import jax
 
     from jaxtrain.data import text_format
@@ -283,6 +295,7 @@ def generate(
         TokenizerError: the tokenizer cannot be read, or there is no chat template.
         ValueError: prompt and messages are both given, or the chat template cannot write the messages.
     """
+    _start_without_gpus()
     import jax
 
     from jaxtrain.data import text_format
@@ -339,6 +352,7 @@ def load_weights(
         ConfigError: there is no average of the weights.
         ValueError: another dtype.
     """
+    _start_without_gpus()
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
@@ -368,6 +382,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
         ConfigError: the config has mistakes, or a layout needs more devices than this process has.
         ValueError: the first layout could not be run.
     """
+    _start_without_gpus()
     import jax
 
     from jaxtrain.train import parity_layouts

@@ -151,7 +151,7 @@ def _find_devices(environ: Mapping[str, str]) -> Devices:
         remedy = "Unset it: CUDA_VISIBLE_DEVICES chooses the GPUs."
         problem = Problem("JAX_CUDA_VISIBLE_DEVICES", masked, rule, remedy)
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
-    if gpus and not _has_cuda_plugin():
+    if gpus and not has_cuda_plugin():
         rule = f"the driver reports {len(gpus)} x {gpus[0][0]}, and no CUDA plugin of JAX is installed"
         problem = Problem("devices", None, rule, f"Run JAXTRAIN_CUDA=12 ./run.sh setup, or {WITHOUT_GPUS}.")
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
@@ -198,7 +198,8 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
         pynvml.nvmlShutdown()
 
 
-def _has_cuda_plugin() -> bool:
+def has_cuda_plugin() -> bool:
+    """Return whether JAX's CUDA plugin is installed, which has XLA's GPU compiler."""
     return importlib.util.find_spec("jax_plugins") is not None and any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
     )

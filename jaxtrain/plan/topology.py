@@ -159,7 +159,7 @@ def devices(topology: Topology) -> list[Any]:
     """Return the devices to compile for, ordered by id, node by node. `process_index` is the number of the node.
 
     Without `topology.description`, return JAX's devices. Devices of a description exist only for the compiler, and cannot run
-    programs. Raises RuntimeError without XLA's GPU compiler.
+    programs. Raises RuntimeError without XLA's GPU compiler: it is not installed, or JAX was started without it.
     """
     if not topology.description:
         return jax.devices()
@@ -170,9 +170,13 @@ def devices(topology: Topology) -> list[Any]:
                 platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=topology.description
             ).devices
     except NotImplementedError as error:
+        if not hardware.has_cuda_plugin():
+            raise RuntimeError(
+                "XLA's GPU compiler is not installed. Fix: ./run.sh setup, which installs the plan extra"
+            ) from error
         raise RuntimeError(
-            "XLA's GPU compiler is not there: install the plan extra (./run.sh setup), and on a machine without a GPU "
-            "start Python with JAX_PLATFORMS=cpu"
+            "XLA's GPU compiler is not loaded: on a machine without a GPU, JAX loads it only if it starts with "
+            "JAX_PLATFORMS=cpu. Fix: start Python with JAX_PLATFORMS=cpu"
         ) from error
     return sorted(topology_devices, key=lambda d: d.id)
 

@@ -20,13 +20,14 @@ import runs
 
 import jaxtrain
 from jaxtrain.commands import api
-from jaxtrain.config import environment
+from jaxtrain.config import environment, hardware
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_function
 from jaxtrain.metrics.files import NotWritten
 from jaxtrain.metrics.receipt import Receipt
+from jaxtrain.plan import topology
 from jaxtrain.report.run import RunError
 from jaxtrain.train import run as train
 
@@ -161,6 +162,31 @@ def test_a_plan_shows_itself() -> None:
     run = jaxtrain.load("llama3_1b")
     with pytest.raises(ConfigError, match="mesh"):
         jaxtrain.plan(dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, fsdp=3)), "h200:8")
+
+
+def test_plans_need_no_gpu_and_no_variable() -> None:
+    """The first call, for the devices of this process, starts JAX with the compiler that plans of other machines need."""
+    code = """
+import jaxtrain
+here, there = jaxtrain.shardings("tiny"), jaxtrain.shardings("tiny", "h200:2")
+assert here.sums() != there.sums()
+assert jaxtrain.plan("tiny", "h200:2", train={"global_batch": 2}, model={"num_layers": 1}).fits
+"""
+    left = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", environment.EXPORTED)
+    environ = {name: value for name, value in os.environ.items() if name not in left} | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=runs.REPO, env=environ, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("installed", "remedy"), [(True, "start Python with JAX_PLATFORMS=cpu"), (False, r"\./run\.sh setup")])
+def test_a_missing_compiler_names_what_brings_it(installed: bool, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_registered(**_: Any) -> None:
+        raise NotImplementedError  # of JAX, if it was started without its CUDA plugin
+
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", not_registered)
+    monkeypatch.setattr(hardware, "has_cuda_plugin", lambda: installed)
+    with pytest.raises(RuntimeError, match=rf"Fix: {remedy}"):
+        jaxtrain.shardings("tiny", "h200:2")
 
 
 # ---- train.run
