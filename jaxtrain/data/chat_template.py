@@ -248,8 +248,6 @@ class ChatTemplate:
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
         self._control = _control_pattern(control)
         texts = [token.text for token in control]
-        # A quick test, for tokenizers of many control tokens
-        first_chars = re.escape("".join(sorted({text[0] for text in texts})))
         # Tested before all tokens, of which there may be many
         first_chars = re.escape("".join(sorted({text[0] for text in texts})))
         self._starts = re.compile(f"(?s)(?=[{first_chars}])(?={'|'.join(map(re.escape, texts))})." if texts else r"(?!)")
