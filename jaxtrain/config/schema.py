@@ -706,7 +706,9 @@ class Lora:
     rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
     alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0, resume=FUNCTION)
     rslora: bool = key(False, "multiply by alpha / sqrt(rank) instead", resume=FUNCTION)
-    targets: str = key("", "weights that have an adapter, as wq,wv; '': all matrices of layers but the router's")
+    targets: str = key(
+        "", "weights that have an adapter, as wq,wv; '': all matrices of attention (not of delta nets), and gate, up and down"
+    )
     experts: str = key(
         "each",
         "adapters of the experts' gate, up and down: a pair for each expert, one that a layer's experts share, or none",

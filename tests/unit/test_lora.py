@@ -124,6 +124,10 @@ LATENT |= {"model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 8, "model.v_he
 LATENT |= {"model.router": "sigmoid", "model.router_bias": True, "model.shared_d_ff": 32} | EXPERTS
 LATENT |= {"model.dense_layers": 1, "model.dense_d_ff": 64}
 
+HYBRID = {"model.family": "qwen3_next", "model.attention_pattern": "dg", "model.attention_gate": True, "lora.experts": "none"}
+HYBRID |= {"model.linear_key_heads": 2, "model.linear_value_heads": 4, "model.linear_key_dim": 8, "model.linear_value_dim": 8}
+HYBRID |= {"model.linear_conv": 4, "model.shared_d_ff": 32, "model.shared_gate": True} | EXPERTS
+
 
 @pytest.mark.parametrize(
     ("settings", "weights"),
@@ -133,6 +137,7 @@ LATENT |= {"model.dense_layers": 1, "model.dense_d_ff": 64}
         (EXPERTS | {"lora.experts": "none"}, "wq wk wv wo"),
         (LATENT, "wq_down wq_up wkv_down wkv_up wo gate up down"),
         (LATENT | {"model.q_lora_rank": 0, "lora.experts": "none"}, "wq wkv_down wkv_up wo gate up down"),
+        (HYBRID, "wq wk wv wg wo gate up down"),
     ],
 )
 def test_a_rank_alone_adapts_all_matrices_that_can_be(settings, weights):
