@@ -104,8 +104,8 @@ def run_kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> st
     """Return the kind of published runs that are comparable with a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
     A comparable run trains all weights of a dense model of jaxtrain's families with AdamW over data and fsdp axes. Its
-    attention is cuDNN's in 16 bits, without sliding windows. It offloads nothing to host memory. Its GPUs, their number and its
-    sequence length are within COMPARED_GPUS, SIZES and LONGEST.
+    attention is cuDNN's in 16 bits, without sliding windows, and no layer has a delta net in its place. It offloads nothing to
+    host memory. Its GPUs, their number and its sequence length are within COMPARED_GPUS, SIZES and LONGEST.
 
     Args:
         gpus: number of GPUs on all nodes.
@@ -114,7 +114,8 @@ def run_kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> st
     least, most = SIZES.get(run.precision, (1, 0))
     on_device = run.optimizer.offload == "none" and "=offload" not in run.remat.tensors
     all_weights = not (run.lora.rank or run.train.freeze) and run.optimizer.name == "adamw"
-    dense = not (run.model.outside or run.model.num_experts or run.model.sliding_window)
+    model = run.model
+    dense = not (model.outside or model.num_experts or model.sliding_window or model.delta_layers)
     data_parallel = all(size == 1 for size in (run.mesh.tensor, run.mesh.seq, run.mesh.stage, run.mesh.expert))
     in_16_bits = attention == "cudnn" and run.attention.forward == "compute"
     comparable = gpu.name in COMPARED_GPUS and in_16_bits and run.data.seq_len <= LONGEST and least <= gpus <= most

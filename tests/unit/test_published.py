@@ -9,6 +9,7 @@ from benchmarks import published, studies
 from benchmarks.published import RUNS
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import default_config, resolve
+from jaxtrain.models import preset
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.fit import training_check
@@ -102,6 +103,9 @@ def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatc
     assert rates.expected_ms(1000.0, kind, taken) == (expected and pytest.approx(expected))
 
 
+HYBRID = {f"model.{name}": value for name, value in preset("qwen3_5_0.8b").items()}  # three of four layers have delta nets
+
+
 @pytest.mark.parametrize(
     "topology, changes, kind",
     [
@@ -117,6 +121,7 @@ def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatc
         ("h200:8", {"optimizer.name": "muon"}, ""),
         ("h200:8", {"remat.policy": "custom", "remat.tensors": "q=offload"}, ""),
         ("h200:8", {"model.num_experts": 8, "model.experts_per_token": 2}, ""),
+        ("h200:8", HYBRID, ""),
     ],
 )
 def test_kinds_of_run(topology, changes, kind):
