@@ -18,7 +18,7 @@ from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import Placement, all_reduce, to_residual
 from jaxtrain.step.balance import Balance
 from jaxtrain.step.loss import Batch, LossSpec, Sums, TrainingLoss, document_log_probs
-from jaxtrain.step.pipeline import PipelineModel
+from jaxtrain.step.pipeline import PipelineModel, add_gradients
 
 EXPERTS = "experts"
 # The loss of a batch, and the other metrics of its loss (Objective.reports), with the statistics of its experts under EXPERTS.
@@ -191,9 +191,9 @@ def make_gradients(
             with jax.named_scope("accumulate"):
                 report = jax.tree.map(jnp.add, report, micro_report)
                 if adds:
-                    sums = stack_grads | _add({name: sums[name] for name in grads}, grads)
+                    sums = stack_grads | add_gradients({name: sums[name] for name in grads}, grads)
                 else:
-                    sums = _add(sums, grads | stack_grads)
+                    sums = add_gradients(sums, grads | stack_grads)
             return (report, sums), None
 
         if pipe:
@@ -208,10 +208,6 @@ def make_gradients(
             return all_reduce(report, placement.all_axes), zero.reduce_gradients(grads, trained_axes)
 
     return gradients
-
-
-def _add(sums: Params, grads: Params) -> Params:
-    return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
 
 
 def make_loss(

@@ -385,7 +385,7 @@ class _Step:
         index = m % self.waiting
         ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, index, 0), carry.ready, dy)
         report = jax.tree.map(jnp.add, carry.report, micro_report)
-        return dataclasses.replace(carry, ready=ready, ends=_add(carry.ends, d_ends), report=report)
+        return dataclasses.replace(carry, ready=ready, ends=add_gradients(carry.ends, d_ends), report=report)
 
     def add_entry_grads(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
         """Add the gradients of embedding and dense layers for the microbatch whose backward pass ends at tick t."""
@@ -396,7 +396,7 @@ class _Step:
         shared = self.shared(micro)
         _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(micro["tokens"], shared), self.ends)
         d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), dx)
-        return dataclasses.replace(carry, ends=_add(carry.ends, vjp(d_entry)[0]))
+        return dataclasses.replace(carry, ends=add_gradients(carry.ends, vjp(d_entry)[0]))
 
     def tick(self, phase: PipelinePhase, carry: _Carry, t: jax.Array) -> _Carry:
         """Run tick t of a phase, and return the carry for the next tick."""
@@ -454,7 +454,8 @@ class _Step:
         return carry.report, grads
 
 
-def _add(sums: Params, grads: Params) -> Params:
+def add_gradients(sums: Params, grads: Params) -> Params:
+    """Return the sums of two trees of gradients, each in the dtype of its leaf in `sums`."""
     return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
 
 
