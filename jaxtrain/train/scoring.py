@@ -50,8 +50,7 @@ class Scorer:
         mesh = sampler.placement.mesh
         if sampler.placement.mesh_axes("layers"):
             stages = sampler.placement.size("stage")
-            remedy = "Load the model by generation.load_model."
-            raise ConfigError([Problem("mesh.stage", stages, "scores are taken without stages", remedy)])
+            raise ConfigError([Problem("mesh.stage", stages, "a model is scored without pipeline stages", "Set mesh.stage=1.")])
         spread = dataclasses.replace(for_inference(run), mesh=schema.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own placement shards no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))

@@ -167,8 +167,10 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
         texts.append(list(sampler.tokens(params, range(40, 52), max_tokens=6, temperature=0.0, top_p=1.0, seed=0)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert texts[0] == texts[1]
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"Set mesh\.stage=1\."):
         Scorer(run, sampler, params)
+    alone = helpers.tiny({**SMALL, **asked, "mesh.stage": 1, "mesh.fsdp": 1})
+    assert Scorer(alone, generation.Sampler(alone, helpers.program(alone).placement), params).rows == 8
 
 
 # ---- Refusals
