@@ -26,7 +26,7 @@ def write_file(path: Path, documents: Sequence[Sequence[int]], loss: bool = Fals
     with TokenWriter(path, {**text_tokenizers.tokenizer_info(BYTE), **info}, loss=loss) as writer:
         for ids in documents:
             flags = np.asarray(ids, np.int64) % 2 == 0 if loss else None
-            writer.write(list(ids), len(ids), flags, int(np.sum(flags)) if loss else 0)
+            writer.write(list(ids), len(ids), flags, int(np.sum(flags)) if loss else 0, 1)
             writer.end_document()
     return path
 

@@ -215,7 +215,7 @@ def evaluate(
 
     Each text is a separate document. Control tokens in it are encoded as characters, and a UserWarning says so. Texts longer
     than the model's sequences are divided. Each token is scored once, but the first token of a text is not scored if the
-    tokenizer has no start token.
+    tokenizer has no start token: its bytes do not count either.
 
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
@@ -244,18 +244,19 @@ def evaluate(
     loaded_tokenizer, _ = text_format.load_with_tokenizer(source.text(), tokenizer or source.run().data.tokenizer)
     run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base, ema)
     scorer = Scorer(run, sampler, params)
-    windows = []
+    windows, scored_bytes = [], 0
     for text in texts:
         if note := text_format.note_control_tokens(text, loaded_tokenizer, "a text"):
             warnings.warn(note, stacklevel=2)
         ids = [*loaded_tokenizer.bos, *loaded_tokenizer.encode(text)]
-        # The first token of a document without a start token is not predicted.
-        windows += scorer.windows(ids[1:], ids[0]) if len(ids) > 1 else []
+        if len(ids) > 1:  # the first token of a document without a start token is not predicted
+            windows += scorer.windows(ids[1:], ids[0])
+            first_bytes = 0 if loaded_tokenizer.bos else loaded_tokenizer.first_bytes(text, ids[0])
+            scored_bytes += len(text.encode()) - first_bytes
     tokens = sum(window.count for window in windows)
     if not tokens:
         raise ValueError("texts: no token to predict. Fix: give at least one text of two tokens or more.")
     nats = -math.fsum(log_prob for log_prob, _ in scorer.score(windows))
-    scored_bytes = sum(len(text.encode()) for text in texts)
     return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / scored_bytes, "tokens": float(tokens)}
 
 

@@ -80,7 +80,7 @@ class Batches:
         masked_fraction: float = 0.0,
         synthetic: bool = False,
     ):
-        """Args: densities: of each source, bytes of text and targets that count, per token of its rows; () if unknown."""
+        """Args: densities: of each source, targets that count per token of its rows, in bytes of text and in tokens; or ()."""
         load_shuffle()  # not with the first batch
         self.global_batch = global_batch
         self.seq_len = seq_len
@@ -394,13 +394,14 @@ def open_source(
             masked = masked_tokens / (windows.windows * seq_len)
         sources.append(windows)
         masked_by_source.append(masked)
-        # The sums are per token read from the mixture: bytes and number of the predictions that count. Rows of conversations
+        # The sums are per token read from the mixture: bytes and number of the targets that count. Rows of conversations
         # contain padding, but no truncated tokens.
         tokens = header["tokens"]
         if isinstance(windows, PackedRows):
             tokens *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)
         predicted = loss["tokens"] - (loss["first"] if data.masks_documents else 0)
-        densities.append((loss["bytes"] / tokens, predicted / tokens))
+        predicted_bytes = loss["bytes"] - (header["first_bytes"] if data.masks_documents else 0)
+        densities.append((predicted_bytes / tokens, predicted / tokens))
     common["max_segments"] = max_segments or max_documents
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [

@@ -432,6 +432,16 @@ def encode_pieces(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tup
         yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), loss_bytes
 
 
+def first_token_bytes(tok: tokenizers.Tokenizer, piece: Piece, ids: np.ndarray) -> int:
+    """Return the bytes of text of the first token of a document without the tokenizer's own first tokens.
+
+    piece: the first of the document. ids: its tokens.
+    """
+    if not len(ids) or (piece.chunks and piece.chunks[0].control >= 0):
+        return 0
+    return tok.first_bytes(piece.chunks[0].text if piece.chunks else piece.text, int(ids[0]))
+
+
 def make_control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
     """Return a function from a document to the control tokens whose text is among its text, where it is read as characters."""
     try:
@@ -469,11 +479,13 @@ def make_shard(task: Task, counters: Any) -> Report:
                 for piece, (ids, flags, loss_bytes) in zip(batch, encode_pieces(tok, batch), strict=True):
                     for text in find_control(piece):
                         report.notes[f"text read as characters, not as a control token: {text}"] += 1
+                    first_bytes = 0
                     if writer is None:
+                        first_bytes = first_token_bytes(tok, piece, ids)
                         writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
                         if not job.flags:  # otherwise the parts of the document include these ids
                             writer.write(list(tok.bos), 0)
-                    writer.write(ids, piece.num_bytes, flags, loss_bytes)
+                    writer.write(ids, piece.num_bytes, flags, loss_bytes, first_bytes)
                     loss_chunks = [chunk for chunk in piece.chunks or () if chunk.loss]
                     writer.turn_ends |= {chunk.control for chunk in loss_chunks if chunk.turn == "end"}
                     writer.in_turns |= {chunk.control for chunk in loss_chunks if chunk.turn == "inside"}

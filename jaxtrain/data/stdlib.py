@@ -68,7 +68,8 @@ def write_split(out: Path, files: list[tuple[str, Path]]) -> None:
         for _, path in files:
             # A few modules are Latin-1 by their coding line. Their bytes that are not UTF-8 become U+FFFD.
             text = path.read_bytes().decode(errors="replace")
-            writer.write(byte.encode_batch([text])[0], len(text.encode()))
+            ids = byte.encode_batch([text])[0]
+            writer.write(ids, len(text.encode()), first_bytes=byte.first_bytes(text, ids[0]))
             writer.end_document()
         writer.seal()
         writer.publish(keep=True)

@@ -37,7 +37,7 @@ import numpy as np
 from jaxtrain.config.commands import to_run_sh
 
 MAGIC = b"jaxtrtok"
-VERSION = 9
+VERSION = 10
 PAIRS = "pairs"  # key in `made` of the header: documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
 COPY_SIZE = 1 << 18  # tokens, documents or bytes copied or compared at a time; a multiple of 8
@@ -114,7 +114,7 @@ class TokenWriter:
         self.sources = sources or []
         self.recipe = recipe or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
-        self.tokens = self.documents = self.source_bytes = self.largest_id = 0
+        self.tokens = self.documents = self.source_bytes = self.first_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
         self.turn_ends: set[int] = set()
         self.in_turns: set[int] = set()
@@ -138,7 +138,12 @@ class TokenWriter:
         self._put(bytes(-self._file.tell() % 8))
 
     def write(
-        self, ids: np.ndarray | list[int], source_bytes: int, loss: np.ndarray | None = None, loss_bytes: int = 0
+        self,
+        ids: np.ndarray | list[int],
+        source_bytes: int,
+        loss: np.ndarray | None = None,
+        loss_bytes: int = 0,
+        first_bytes: int = 0,
     ) -> None:
         """Append tokens to the current document.
 
@@ -147,6 +152,8 @@ class TokenWriter:
           source_bytes: bytes of the text that the ids encode.
           loss: bool (N,), whether each token counts as a target. None if and only if the file has no loss bits.
           loss_bytes: bytes of the text of the tokens that count as targets.
+          first_bytes: bytes of the text of the first of the ids. The header has their sum over first tokens of documents, which
+            are no target unless documents are predicted across (data.packing=none); with loss bits, only of those that count.
         """
         id_array = np.asarray(ids)
         if (loss is None) != (self.loss is None) or (loss is not None and loss.shape != id_array.shape):
@@ -162,8 +169,9 @@ class TokenWriter:
             self.largest_id = max(self.largest_id, largest)
             self._ended = int(id_array[-1]) == self.tokenizer["eot"]
             self._end_counts = loss is not None and bool(loss[-1])
+        first = id_array.size and self.tokens == self._begin and (loss is None or loss[0])
+        self.first_bytes += first_bytes if first else 0
         if self.loss is not None and loss is not None:
-            first = id_array.size and self.tokens == self._begin and loss[0]
             for key, count in (("tokens", np.count_nonzero(loss)), ("bytes", loss_bytes), ("first", first)):
                 self.loss[key] += int(count)
             self._flags.write(loss.astype(bool).tobytes())
@@ -203,7 +211,7 @@ class TokenWriter:
                 self.loss[key] += count
         for first in range(1, header["documents"] + 1, COPY_SIZE):
             self._offsets.write((file.doc_offsets[first : first + COPY_SIZE] + self.tokens).astype("<i8").tobytes())
-        for key in ("tokens", "documents", "source_bytes"):
+        for key in ("tokens", "documents", "source_bytes", "first_bytes"):
             setattr(self, key, getattr(self, key) + header[key])
         self.turn_ends |= set(header["all_turn_ends"])
         self.in_turns |= set(header["in_turns"])
@@ -231,6 +239,7 @@ class TokenWriter:
             "tokens": self.tokens,
             "documents": self.documents,
             "source_bytes": self.source_bytes,
+            "first_bytes": self.first_bytes,
             "largest_id": self.largest_id,
             "loss": self.loss,
             "turn_ends": self.ends(),

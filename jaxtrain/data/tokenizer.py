@@ -81,6 +81,10 @@ class ByteTokenizer:
         """Return the text of a control token by its id; "" for any other id."""
         return "<|endoftext|>" if i == 256 else ""
 
+    def first_bytes(self, text: str, first: int) -> int:
+        """Return how many bytes of a text its first token stands for. first: the id of this token."""
+        return 1
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids. Bytes that are not UTF-8 become U+FFFD; end-of-text ids are left out."""
         return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
@@ -176,6 +180,13 @@ class HuggingFaceTokenizer:
     def text_of(self, i: int) -> str:
         """Return the text of a token by its id; "" if there is no such id."""
         return "" if i < 0 else self._tokenizer.id_to_token(i) or ""
+
+    def first_bytes(self, text: str, first: int) -> int:
+        """Return how many bytes of a text its first token stands for. first: the id of this token.
+
+        A character that the token only begins counts as the next token's, and so does one that the tokenizer replaces.
+        """
+        return len(os.path.commonprefix([self.decode([first]), text]).encode())
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

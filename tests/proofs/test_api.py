@@ -136,13 +136,13 @@ def test_a_model_generates_and_is_evaluated(trained: Path) -> None:
     assert text.startswith("def ") and text == jaxtrain.generate(trained, "def ", max_tokens=5, temperature=0.0)
     tokenizer, text = load_tokenizer("byte"), "def f(x):\n    return x\n"
     ids = [*tokenizer.bos, *tokenizer.encode(text)]
-    found = jaxtrain.evaluate(trained, [text])
+    found = jaxtrain.evaluate(trained, [text, "a"])  # of "a" nothing is scored
     logits = logits_function(open_origin(str(trained)))(np.array([ids[:-1]], np.int32), np.ones((1, len(ids) - 1), np.int32))
     shifted = logits[0].astype(np.float64)
     log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     expected = -np.mean([log_probs[i, token] for i, token in enumerate(ids[1:])])
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / len(text))
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / (len(text) - 1))
     with pytest.raises(ValueError):
         jaxtrain.evaluate(trained, [])
 

@@ -352,7 +352,7 @@ def test_the_byte_tokenizers_template_and_the_end_of_text(tmp_path):
         prepare.prepare_corpus([f"{tmp_path}/c.jsonl"], tmp_path / "c.tok", chat=True, loss=loss, force=True)
         file = TokenFile.open(tmp_path / "c.tok")
         assert (file.tokens[:] == 256).sum() == 1
-        assert file.header["loss"]["first"] == (loss == "all")
+        assert file.header["loss"]["first"] == file.header["first_bytes"] == (loss == "all")
         flagged = file.tokens[:][file.loss_flags(0, len(file.tokens))]
         assert "".join("$" if t == 256 else chr(t) for t in flagged) == want
     # with a template that ends no turn, end-of-text is added and counts

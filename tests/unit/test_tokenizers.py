@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 import tokenizers.processors
-from token_files import BYTE, command, train_bpe, write_file
+from token_files import BYTE, command, open_batches, train_bpe, write_file
 
 from jaxtrain.config import schema
 from jaxtrain.data import opening
@@ -68,6 +68,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, bpe, monkeypatch):
         text_tokenizers.read_beside(str(bpe))
 
 
+def test_bytes_of_first_tokens(tmp_path, bpe):
+    """First tokens of documents are not predicted, so their bytes do not count. A character that is cut is the next token's."""
+    texts = ["def naïve(x):\n" * 40, " lead", "self", "€uro", "ï"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    package = tokenizers.Tokenizer.from_file(str(bpe))
+    merged = [len(package.encode(text).tokens[0]) for text in texts[:3]]  # byte-level: a letter of its alphabet for each byte
+    assert merged[0] == 3 and min(merged) > 1
+    for spec, first_bytes in (("byte", 5), (str(bpe), sum(merged))):
+        assert command(tmp_path, "prepare", "--input=a.jsonl", "--output=a.tok", f"--tokenizer={spec}", "--force")[0] == 0
+        header = TokenFile.open(tmp_path / "a.tok").header
+        assert header["first_bytes"] == first_bytes
+        predicted = sum(len(text.encode()) for text in texts) - first_bytes
+        found = open_batches(tmp_path / "a.tok", global_batch=1, tokenizer=spec).bytes_per_token
+        assert found == pytest.approx(predicted / (header["tokens"] - len(texts)))
+
+
 def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch):
     """Documents have the ids of the `tokenizers` package. The begin token occurs once, also in text that is read in pieces."""
     package = tokenizers.Tokenizer.from_file(str(bpe))
@@ -89,6 +105,7 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
     whole = TokenFile.open(tmp_path / "a.jsonl.tok")
     assert whole.tokens[:].tolist() == [i for text in documents for i in (*package.encode(text).ids[:-1], tok.eot)]
     assert whole.header["source_bytes"] == sum(len(text.encode()) for text in documents)
+    assert whole.header["first_bytes"] == 0
     pieces = TokenFile.open(tmp_path / "b.txt.tok")
     assert np.flatnonzero(pieces.tokens[:] == tok.bos[0]).tolist() == [0]
     assert tok.decode(pieces.tokens[1:-1]) == documents[0]
