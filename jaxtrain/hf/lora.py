@@ -21,7 +21,7 @@ from jaxtrain.config.shapes import MTP
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
+from jaxtrain.models.lora import EQUATIONS, A, B, adapter_name, is_adapter
 from jaxtrain.models.module import Params, is_stacked
 from jaxtrain.step.state import dotted_name, split_layer
 
@@ -172,7 +172,7 @@ def merge_adapters(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[s
     """
     adapters = {name for name in tensors if is_adapter(name)}
     for name in [name for name in tensors if name not in adapters]:
-        a, b = (adapter_of(name, half) for half in (A, B))
+        a, b = (adapter_name(name, half) for half in (A, B))
         if not {a, b} & adapters:
             yield name, tensors[name]
             continue

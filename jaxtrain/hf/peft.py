@@ -47,7 +47,7 @@ from jaxtrain.hf.tensor_files import read_json_object
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.models.lora import EQUATIONS, MODULE, A, B, adapter_of, is_adapter, uniform
+from jaxtrain.models.lora import EQUATIONS, MODULE, A, B, adapter_name, is_adapter, uniform
 from jaxtrain.models.module import constant
 from jaxtrain.step.state import abstract_tensors
 
@@ -148,7 +148,7 @@ def _pair(weight: str, a: HfTensor, b: HfTensor, sizes: Mapping[str, int], modul
     """Return the entries of a weight's two matrices. modules: those with the matrices, if each expert has a module."""
     out = {}
     for half, suffix, spec in ((A, A_NAME, a), (B, B_NAME, b)):
-        name = adapter_of(weight, half)
+        name = adapter_name(weight, half)
         out[name] = Entry(name, tuple(module + suffix for module in modules) or (spec.name,), spec, sizes)
     return out
 

@@ -19,7 +19,7 @@ from jaxtrain.hf.model import place_model, read_params
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.models.lora import A, B, adapter_of
+from jaxtrain.models.lora import A, B, adapter_name
 from jaxtrain.step.state import TrainState, named_leaves, split_layer
 
 AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
@@ -112,7 +112,7 @@ def _merged_reader(source: Origin, base: str, as_float32: bool) -> Read:
 
     def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in wanted:
-            names = [name, *(adapter_of(name, half) for half in (A, B))]
+            names = [name, *(adapter_name(name, half) for half in (A, B))]
             tensors = {each: x for each in names if (x := value(each)) is not None}
             for _, x in lora.merge_adapters(tensors, run.lora.scale):
                 yield name, np.asarray(x)

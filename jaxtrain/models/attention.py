@@ -239,7 +239,7 @@ def score_factor(model: Model) -> float:
     return rope.yarn_mscale(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
 
-def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
+def _make_rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Return the rotary tables for all layers, or for each kind of layer if their frequencies differ."""
     scaled = rope.tables(positions_BT, rotary_frequencies(model), rotary_factor(model))
     if not model.local_rope_base and UNROTATED not in model.kinds:
@@ -268,4 +268,4 @@ def shared_arrays(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array 
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
     segments_BT = kernel.split.gather(rows.q_segments) if model.period > 1 else None
-    return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT, segments_BT)
+    return Shared(kernel.prepare(rows), _make_rotary(model, rows.q_positions), at, real_BT, segments_BT)

@@ -238,9 +238,9 @@ def attention(model: Model, seq_len: int) -> Flops:
     ignores masks: it counts T. Layers with delta nets have none.
     """
     causal = 0.0
-    for kind, layers in windows.layers_by_kind(model):
+    for kind, count in windows.layers_by_kind(model):
         window = min(windows.window(model, kind) or seq_len, seq_len)
-        causal += layers / model.num_layers * (window - window**2 / (2 * seq_len))
+        causal += count / model.num_layers * (window - window**2 / (2 * seq_len))
     per_position = 2 * model.num_heads * (head_dim(model) + value_dim(model))
     return Flops(per_position * causal, per_position * seq_len * (1 - model.delta_layers / model.num_layers))
 
@@ -253,11 +253,11 @@ def mixing(model: Model, seq_len: int) -> Flops:
 
 def forward(model: Model, seq_len: int) -> Flops:
     """Return FLOPs per token of the forward pass of a train step, with the modules of multi-token prediction."""
-    linear = layers(model) + heads(model)
+    linear = layers(model) + head_forward(model)
     return Flops(linear, linear) + mixing(model, seq_len) + attention(model, seq_len) * model.mtp_layers
 
 
-def heads(model: Model) -> float:
+def head_forward(model: Model) -> float:
     """Return forward FLOPs per token of the matmuls with the head: one, and one in each module of multi-token prediction."""
     return 2.0 * model.d_model * model.vocab_size * (1 + model.mtp_layers)
 
@@ -339,7 +339,7 @@ def adapters(model: Model, lora: Lora, rows: float = 0.0, rank: int = 0) -> floa
     """Return forward FLOPs per token of all adapters: 2 rank (inputs + outputs) for each adapted weight.
 
     Args:
-      rows: of the adapters of experts (`shared_rows`), as in `products`.
+      rows: of the adapters of experts (`adapter_rows`), as in `products`.
       rank: of the adapters of experts, as computed (support.padded_rank); 0: lora.rank.
     """
     return sum(a_flops + b_flops for _, a_flops, b_flops in _adapter_flops(model, lora, rows, rank))
@@ -355,7 +355,7 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
     """
     m, settings, everything = model, (lora, train), per_token(model, seq_len)
     saved = sum(cost for name, cost in by_weight(m).items() if not is_trained(*settings, name))
-    saved += 0 if is_trained(*settings, "embed.embedding" if m.tied_head else "head") else heads(m)
+    saved += 0 if is_trained(*settings, "embed.embedding" if m.tied_head else "head") else head_forward(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(m, lora) - saved)
     if differentiates_layers(m, *settings):
         return total
@@ -363,21 +363,20 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
     if not passes_mtp(m, *settings):
         mtp_flops = forward(m, seq_len) + forward(main, seq_len) * -1
         total += (mtp_flops + attention(m, seq_len) * m.mtp_layers) * -1
-    head = heads(main)
+    head = head_forward(main)
     within = forward(main, seq_len) + Flops(-head, -head)
     through = within + mixing(m, seq_len)  # its backward pass has gradients of activations only
-    to_norm = (
-        0 if is_trained(*settings, "final_norm.scale") else head
-    )  # no trained weight needs the gradient of the last hidden states
+    # Without a trained scale, no trained weight needs the gradient of the last hidden states.
+    to_norm = 0 if is_trained(*settings, "final_norm.scale") else head
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
-def head(model: Model, lora: Lora, train: Train) -> float:
+def head_training(model: Model, lora: Lora, train: Train) -> float:
     """Return the FLOPs per token of `training` in matmuls with the output head, multi-token prediction included.
 
     These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
     """
-    main_head = heads(dataclasses.replace(model, mtp_layers=0))
+    main_head = head_forward(dataclasses.replace(model, mtp_layers=0))
     wanted = differentiates_layers(model, lora, train) or is_trained(lora, train, "final_norm.scale")
     weight = is_trained(lora, train, "embed.embedding" if model.tied_head else "head")
     return main_head * (1 + wanted + weight + model.mtp_layers * (1 + passes_mtp(model, lora, train) + weight))
@@ -398,10 +397,9 @@ def hfu_extra(run: RunConfig) -> Flops:
         or support.single_expert(run.moe.impl, m.num_experts, run.mesh.expert)
     )
     rank = 0 if even else support.padded_rank(run.moe.impl, run.compute == "f32", run.lora.rank)
-    adapter_args = shared_rows(run, rows), rank
-    passes = 1 + back * (
-        1 + is_trained(run.lora, run.train, "layers.mlp.gate")
-    )  # backward: gradients of activations and weights
+    adapter_args = adapter_rows(run, rows), rank
+    # Backward: gradients of activations and weights.
+    passes = 1 + back * (1 + is_trained(run.lora, run.train, "layers.mlp.gate"))
     linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *adapter_args) - adapters(m, run.lora))
     linear += 2.0 * m.d_model * m.vocab_size * run.loss.is_pairwise
     once, _, backward = chunked_rule(m, run.data.seq_len) if m.delta_layers else (0.0,) * 3
@@ -424,7 +422,7 @@ def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
     return min(model.experts_per_token * factor, model.num_experts)
 
 
-def shared_rows(run: RunConfig, rows: float) -> float:
+def adapter_rows(run: RunConfig, rows: float) -> float:
     """Return the rows per token that adapters of experts multiply. rows: those of the experts (`expert_rows`).
 
     An adapter that experts share multiplies the whole buffer of the first round (kernels/experts/feed_forward.py).

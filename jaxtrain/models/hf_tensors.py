@@ -27,7 +27,7 @@ AXES = {
     "X": ["linear_value_dim"],
     "T": ["linear_conv"],
 }
-SUM = re.compile(r"\(([^()]*\+[^()]*)\)")  # the axes of a tensor's parts
+SUM = re.compile(r"\(([^()]*\+[^()]*)\)")  # the axes of a tensor's sections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +38,16 @@ class HfTensor:
     A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
     in rotate-half order: the first half of the rotated dimensions is paired with the second. `interleaved` marks the exception.
 
-    A tensor may hold several of jaxtrain's arrays, its parts, one after the other along an axis: "(N H + K H + K H) D" are
-    queries, keys and values. In "(N (H + H)) D" each head has both parts. An axis 1 is none of jaxtrain's: columns of two
-    parts alternate in "(F (1 + 1))".
+    A tensor may hold several of jaxtrain's arrays, its sections, one after the other along an axis: "(N H + K H + K H) D" are
+    queries, keys and values. In "(N (H + H)) D" each head has both sections. An axis 1 is none of jaxtrain's: columns of two
+    sections alternate in "(F (1 + 1))".
 
     Attributes:
         name: with {i} for the layer, and {e} for the expert if each expert has its own tensor. jaxtrain's array holds all
             experts along its first axis, E.
         jax_axes: axes of jaxtrain's array.
         hf_axes: axes of the checkpoint's tensor.
-        section: the index of jaxtrain's array among the tensor's parts.
+        section: the index of jaxtrain's array among the tensor's sections.
         interleaved: the axis of `jax_axes` whose rotated dimensions are interleaved pairs in the checkpoint: the last
             dimensions of latent attention's axes, and the first ones of others.
         exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
@@ -76,7 +76,7 @@ class HfTensor:
 
     @property
     def sections(self) -> list[str]:
-        """Return the axes of each part, such as N H; [] if the tensor holds one array."""
+        """Return the axes of each section, such as N H; [] if the tensor holds one array."""
         match = SUM.search(self.hf_axes)
         return [axes.strip() for axes in match[1].split("+")] if match else []
 

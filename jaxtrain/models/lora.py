@@ -48,7 +48,7 @@ def is_adapter(name: str) -> bool:
     return MODULE in name.split(".")
 
 
-def adapter_of(weight: str, half: str) -> str:
+def adapter_name(weight: str, half: str) -> str:
     """Return the name of a weight's adapter parameter: layers.0.mlp.lora.up_a for layers.0.mlp.up. half: A or B."""
     module, dot, name = weight.rpartition(".")
     return f"{module}{dot}{MODULE}.{name}{half}"

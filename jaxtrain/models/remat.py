@@ -333,7 +333,7 @@ class Stack:
     """The structure of stacked layers, and which of their arrays are differentiated; static under jit."""
 
     tree: Any
-    is_trained: tuple[bool, ...]  # whether each leaf of the tree is differentiated
+    trained_mask: tuple[bool, ...]  # whether each leaf of the tree is differentiated
     gradients: StackGradients | None = None  # of the `StackWeight` leaves; None if there are none
 
     @property
@@ -344,7 +344,7 @@ class Stack:
     def layers(self, trained: Sequence[Any], fixed: Sequence[Any]) -> Any:
         """Return the tree with these differentiated (`trained`) and fixed arrays, stacked for all layers or of one layer."""
         sources = iter(trained), iter(fixed)
-        return jax.tree.unflatten(self.tree, [next(sources[not learns]) for learns in self.is_trained])
+        return jax.tree.unflatten(self.tree, [next(sources[not trains]) for trains in self.trained_mask])
 
     def differentiate(
         self,
@@ -385,17 +385,17 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
     The differentiated arrays are the weights that are `StackWeight`. Of a `ComputeCopy`, only the master is differentiated.
     """
 
-    def is_trained(w: Any) -> bool:
+    def is_wrapped(w: Any) -> bool:
         return isinstance(w, StackWeight)
 
     def trained_leaves(w: Any) -> Any:
-        if not is_trained(w):
+        if not is_wrapped(w):
             return False
         return ComputeCopy(jax.tree.map(lambda _: False, w.value.value), True) if isinstance(w.value, ComputeCopy) else True
 
-    marked = [w for w in jax.tree.leaves(layers, is_leaf=is_trained) if is_trained(w)]
-    arrays, tree = jax.tree.flatten(jax.tree.map(lambda w: w.value if is_trained(w) else w, layers, is_leaf=is_trained))
-    flags = tuple(jax.tree.leaves(jax.tree.map(trained_leaves, layers, is_leaf=is_trained)))
+    marked = [w for w in jax.tree.leaves(layers, is_leaf=is_wrapped) if is_wrapped(w)]
+    arrays, tree = jax.tree.flatten(jax.tree.map(lambda w: w.value if is_wrapped(w) else w, layers, is_leaf=is_wrapped))
+    flags = tuple(jax.tree.leaves(jax.tree.map(trained_leaves, layers, is_leaf=is_wrapped)))
     trained = [w for w, flag in zip(arrays, flags, strict=True) if flag]
     fixed = [w for w, flag in zip(arrays, flags, strict=True) if not flag]
     return Stack(tree, flags, next((w.gradients for w in marked), None)), trained, fixed, [w.into for w in marked]

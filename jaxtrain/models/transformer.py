@@ -283,7 +283,7 @@ class Transformer(nnx.Module):
             carry = self.remat.run(self.layer, carry, self.layers, shared, element_kinds(self.model))
         return self.final_hidden(carry)
 
-    def further_hidden(
+    def mtp_hidden(
         self, hidden_BTD: jax.Array, tokens: Sequence[jax.Array], segments_BT: jax.Array, positions_BT: jax.Array
     ) -> tuple[list[jax.Array], list[Statistics]]:
         """Return the hidden states and the router's statistics of each module of multi-token prediction.

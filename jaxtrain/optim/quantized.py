@@ -119,13 +119,13 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
     return Blocks(codes.astype(jnp.uint8).reshape(x.shape), scales)
 
 
-def find_block_axis(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
+def encoded_axis(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
     """Return the dimension that is cut into blocks, from the shapes of codes and scales."""
     return next(d for d, (n, blocks) in enumerate(zip(codes, scales, strict=True)) if n != blocks)
 
 
 def decode(blocks: Blocks, signed: bool) -> jax.Array:
     """Return the array that was encoded in these blocks, f32. signed: as in `encode`."""
-    axis = find_block_axis(blocks.codes.shape, blocks.scales.shape)
+    axis = encoded_axis(blocks.codes.shape, blocks.scales.shape)
     values = _value(_split_blocks(blocks.codes, axis), signed) * jnp.expand_dims(blocks.scales, axis + 1)
     return values.reshape(blocks.codes.shape)

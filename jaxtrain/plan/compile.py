@@ -85,7 +85,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: CudnnLibrary | None 
     Raises ConfigError for a config that cannot be trained, RuntimeError without XLA's GPU compiler.
     """
     program = build_program(run, machines.devices(topology))
-    card = compiler.card(topology.memory_gib, run.train.memory_fraction)
+    card = compiler.make_card(topology.memory_gib, run.train.memory_fraction)
     chosen = compiler.choose_options(program, card)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

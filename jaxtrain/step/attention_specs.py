@@ -52,8 +52,8 @@ def calls(specs: tuple[Spec, ...], seq_len: int, context: Context) -> list[tuple
     ]
 
 
-def problems(run: RunConfig, context: Context, hardware: Hardware) -> list[Problem]:
+def attention_problems(run: RunConfig, context: Context, hardware: Hardware) -> list[Problem]:
     """Return the problems of attention.forward and attention.impl on this hardware."""
     specs = attention_specs(run.model, run.data, run.compute, run.train.deterministic)
     kernel_calls = calls(training_specs(specs, run.attention.forward, hardware), run.data.seq_len, context)
-    return support.problems(run.attention.impl, [spec for spec, _ in kernel_calls], hardware)
+    return support.kernel_problems(run.attention.impl, [spec for spec, _ in kernel_calls], hardware)

@@ -30,7 +30,7 @@ class Balance:
     """The settings of load balancing of experts, without arrays. The methods take statistics of a microbatch or of a step."""
 
     moe: Moe
-    count: int  # of experts
+    num_experts: int
     order: tuple[int | None, ...]  # for each slot of the stack of layers, its element; None for an empty slot
     bias_mask: Params  # for each parameter, whether it is a router's bias that is updated
     mtp_layers: int = 0  # modules of multi-token prediction, whose rows follow those of the stack
@@ -39,7 +39,7 @@ class Balance:
     @property
     def zeros(self) -> jax.Array:
         """Return zeros in the shape of the statistics, f32."""
-        return jnp.zeros((self._stacked_layers + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
+        return jnp.zeros((self._stacked_layers + self.mtp_layers, len(COLUMNS) + self.num_experts), jnp.float32)
 
     @property
     def _stacked_layers(self) -> int:
@@ -55,7 +55,7 @@ class Balance:
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
         """Return name in shapes.EXPERT_METRICS -> value of the metric, f32 (), from the statistics of a step."""
         loads_LE = statistics[:, len(COLUMNS) :]
-        values = *statistics.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
+        values = *statistics.mean(0)[: len(COLUMNS)], loads_LE.max() * self.num_experts
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def update_router_bias(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:

@@ -41,7 +41,7 @@ class CardMemory:
     usable_gib: float
 
 
-def card(memory_gib: float, fraction: float = 0.0) -> CardMemory:
+def make_card(memory_gib: float, fraction: float = 0.0) -> CardMemory:
     """Return the `CardMemory` of a GPU with `memory_gib` of memory.
 
     fraction: `train.memory_fraction`; 0: all but the reserve (hardware.memory_fraction).
@@ -262,9 +262,9 @@ def _has_nested_loops(program: Program) -> bool:
     and is inside the loop over rounds (stages.Schedule.rounds).
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
-    rounds = program.state.layers is not None and program.state.layers.groups > 1
-    inner_loop = program.rounds or program.run.model.delta_layers > 0
-    return program.kernel.name in LOOPS or rounds or (inner_loop and looped) or (microbatches > 1 and not looped)
+    interleaved = program.state.layers is not None and program.state.layers.groups > 1
+    inner_loop = program.dispatches_in_rounds or program.run.model.delta_layers > 0
+    return program.kernel.name in LOOPS or interleaved or (inner_loop and looped) or (microbatches > 1 and not looped)
 
 
 def compile_train(

@@ -70,7 +70,7 @@ class Objective:
             return self(hidden, statistics, model.head_VD, micro, total)
         # Module k reads the token k positions later: the target of module k - 1.
         later = [micro["targets"], *(micro[f"targets_{k}"] for k in range(1, self.mtp_layers))]
-        mtp_hidden, mtp_statistics = model.further_hidden(hidden, later, *rows[1:])
+        mtp_hidden, mtp_statistics = model.mtp_hidden(hidden, later, *rows[1:])
         if self.balance:
             all_statistics: Any = (statistics, *mtp_statistics)
             statistics = jnp.concatenate(all_statistics)

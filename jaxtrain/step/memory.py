@@ -84,15 +84,15 @@ def compile_to_fit(
     return program, compiled
 
 
-def reduce_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
+def reduce_saved(program: Program, step_gib: float, usable_gib: float) -> RunConfig | None:
     """Return the program's run with fewer saved activations if its compiled step does not fit.
 
     Returns None if the step fits, or if the run saves no activations. The run has remat.policy=auto, or is an earlier result of
     this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
-    big. taken_gib: allocated memory of the compiled step.
+    big. step_gib: allocated memory of the compiled step.
     """
     run = program.run
-    excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
+    excess = step_gib - (1 - auto_remat.MARGIN) * usable_gib
     if excess <= 0 or not saved_activations(run.remat):
         return None
     packed = program.kernel.name == "cudnn" and run.data.masks_documents

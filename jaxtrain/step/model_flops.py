@@ -117,8 +117,8 @@ def count_flops(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
     tally = Tally()
     active = [*jax.tree.leaves(trained), *(False for _ in rows)]
     (hidden,), total = tally.count_jaxpr(traced, active)
-    learns = flops.is_trained(run.lora, run.train, "embed.embedding" if run.model.tied_head else "head")
-    head = flops.heads(run.model) * (1 + hidden + learns)
+    head_trained = flops.is_trained(run.lora, run.train, "embed.embedding" if run.model.tied_head else "head")
+    head = flops.head_forward(run.model) * (1 + hidden + head_trained)
     return total * (1 / run.data.seq_len) + Flops(head, head), tuple(sorted(tally.unknown))
 
 

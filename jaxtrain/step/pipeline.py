@@ -68,8 +68,8 @@ class StageLayers:
     """
 
     def __init__(self, model: Transformer, kinds: Sequence[int | None], first: jax.Array, per_group: int):
-        self._stack, self._learnt, self._fixed, self.sums = flatten(model.layers)
-        self._layers, self._plan = self._stack.layers(self._learnt, self._fixed), model.remat
+        self._stack, self._trained, self._fixed, self.sums = flatten(model.layers)
+        self._layers, self._plan = self._stack.layers(self._trained, self._fixed), model.remat
         self._kinds, self._full = [kind or 0 for kind in kinds], [kind is not None for kind in kinds]
         self._first, self._per_group = first, per_group
         self._each = self._plan.layers_each
@@ -93,7 +93,7 @@ class StageLayers:
 
     def _differentiate(self, x: Any, shared: Any, i: jax.Array) -> tuple[Any, Any]:
         kinds, full = zip(*self._slots_at(i, self._each), strict=True)
-        return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, (*kinds, *full))
+        return self._stack.differentiate(self._run, x, self._trained, self._fixed, i, self._each, shared, (*kinds, *full))
 
     def saved_shapes(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """Return (tree structure, shapes) of the activations that one activation checkpoint saves for `x` and `shared`."""
@@ -118,7 +118,7 @@ class StageLayers:
             return carry
         return jax.lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.asarray(list(order), jnp.int32))[0]
 
-    def through[C](self, step: Callable[[C, Any, Slot, jax.Array], C], carry: C, group: jax.Array) -> C:
+    def run_slots[C](self, step: Callable[[C, Any, Slot, jax.Array], C], carry: C, group: jax.Array) -> C:
         """Return the carry after `step(carry, layer, slot, index of the slot on this stage)` for each slot of a group.
 
         The layers run one after another, and no activations are saved.
@@ -142,7 +142,7 @@ class StageLayers:
         """Run the layers of one activation checkpoint backward. Return (gradient of the input, updated sums of gradients)."""
         first = this.group * self._per_group + checkpoint * self._each
         vjp = jax.tree.unflatten(tree, leaves)
-        dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
+        dx, grads = self._stack.backward(vjp, self._trained, self._fixed, first, self._each, this.shared, dy)
         for q, (layer_grads, slot) in enumerate(zip(grads, self._slots_at(first, self._each), strict=True)):
             # The gradient of an invalid pass, or of an empty slot, may have any value, including NaN.
             valid = this.valid & slot.full
@@ -237,7 +237,7 @@ class PipelineModel:
         def run_group(x: Any, state: Any, group: jax.Array, is_active: jax.Array) -> tuple[Any, Any]:
             group_shared = shared.with_valid(is_active)
             body = model.remat.element_body(model.layer)
-            return layers.through(lambda x, layer, slot, _: slot.run(body, x, layer, group_shared), x, group), state
+            return layers.run_slots(lambda x, layer, slot, _: slot.run(body, x, layer, group_shared), x, group), state
 
         x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), run_group)
         return model.final_hidden(x)[0]
@@ -263,7 +263,7 @@ class PipelineModel:
                     lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _select(is_active, new, old)
                 )
 
-            return layers.through(run_layer, (x, kv), group)
+            return layers.run_slots(run_layer, (x, kv), group)
 
         x, cache = model.enter_with_cache(tokens_BT, shared, cache)
         x, kv = self.run_in_order(x, cache.kv, run_group)

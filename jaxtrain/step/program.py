@@ -56,9 +56,8 @@ class Program:
     batch: Batch  # abstract, (A, B, T)
     eval_batch: Batch  # abstract, (1, B, T)
     train_step: Any  # jitted: (state, batch) -> (state, metrics)
-    eval_step: (
-        Any  # jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums of the same denominator by name)
-    )
+    # Jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums of the same denominator by name).
+    eval_step: Any
     gradients: Any  # jitted: (params, batch) -> ((loss, other sums), gradients)
     log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
 
@@ -106,7 +105,7 @@ class Program:
         return plan.trips(stacked[0].shape[0]) if stacked else 0
 
     @property
-    def rounds(self) -> bool:
+    def dispatches_in_rounds(self) -> bool:
         """Return whether the dispatch of a layer's tokens may take several rounds: a loop within the layer."""
         split = self.placement.size(self.placement.compute_axes("experts")) > 1
         return bool(self.run.model.num_experts) and not self.run.moe.capacity_factor and split
@@ -122,15 +121,15 @@ class Program:
 
     def base_state(self, state: TrainState) -> TrainState:
         """Return a state, abstract or not, with only its step and its parameters, without the parameters of adapters."""
-        frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
+        frozen = jax.tree.map(lambda is_trained: not (is_trained and self.adapters), self.trained)
         return TrainState(state.step, select_leaves(state.params, frozen), (), layers=state.layers)
 
 
 def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
     name_tree = jax.tree.map(without_period, leaf_names(definition.abstract))
-    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), name_tree)
-    return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers, model.period)
+    bias_mask = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), name_tree)
+    return Balance(moe, model.num_experts, layout.stages.order, bias_mask, model.mtp_layers, model.period)
 
 
 def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bool:
@@ -166,9 +165,10 @@ def make_pipeline(model: Model, placement: Placement, definition: Definition) ->
 def make_objective(run: RunConfig, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
     """Return the objective of a train step."""
     head = "embed.embedding" if run.model.tied_head else "head"
-    head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, leaf_names(trained), trained)))
+    head_mask = jax.tree.map(lambda name, is_trained: is_trained and name == head, leaf_names(trained), trained)
+    head_trained = any(jax.tree.leaves(head_mask))
     pair_settings = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
-    settings = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
+    settings = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_trained
     spec = LossSpec(zero.numerics, zero.placement, zero, *settings, *pair_settings, own_settings(run.own))
     family = run.model.family if run.model.outside else ""
     mtp_settings = run.model.mtp_layers, run.loss.mtp_weight
@@ -195,7 +195,7 @@ def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
     placement = make_placement(run, devices)
     layout, zero = placement.layout, make_zero(run.sharding, placement)
     kernel, kernel_reason = choose_kernel(run, layout.context, devices[0])
-    if problems := support.problems(run.moe.impl, Hardware.from_device(devices[0]), run.compute == "f32"):
+    if problems := support.matmul_problems(run.moe.impl, Hardware.from_device(devices[0]), run.compute == "f32"):
         raise ConfigError(problems)
     definition = make_definition(run, zero, kernel)
     pipe = make_pipeline(run.model, placement, definition)
@@ -235,7 +235,7 @@ def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
         make_schedule(run.optimizer, run.train.steps),
         trained=trained,
         clip_norm=run.optimizer.clip_norm,
-        spike=run.train.loss_spike_sigma,
+        spike_sigmas=run.train.loss_spike_sigma,
         balance=balance,
         ema_decay=run.train.ema_decay,
     )

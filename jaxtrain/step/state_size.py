@@ -13,11 +13,11 @@ BYTES |= {"fp8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "mxfp4": (4 + 8
 
 
 def least_gib(run: RunConfig, components: Collection[str]) -> float:
-    """Return GiB of one copy of these parts of a state, at least: params, moments, grads.
+    """Return GiB of one copy of these components of a state, at least: params, moments, grads.
 
     With adapters or train.freeze these are the parameters alone: frozen weights have no moments and no gradients. The base
     weights of adapters have the compute dtype, or the format of `lora.base`. The average of the weights (train.ema_decay)
-    counts with any parts. The second moments of Muon's AdamW part are left out.
+    counts with any components. The second moments of Muon's AdamW part are left out.
     """
     moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ()) if "moments" in components else ()
     dtypes = [run.dtypes.params, *(getattr(run.dtypes, name) for name in moments)]

@@ -28,7 +28,7 @@ def make_train_step(
     *,
     trained: Params,
     clip_norm: float,
-    spike: float = 0.0,
+    spike_sigmas: float = 0.0,
     balance: Balance | None = None,
     ema_decay: float = 0.0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -40,7 +40,7 @@ def make_train_step(
 
     Metrics, f32 (): `loss` (nats per token, or the mean over pairs, before the update; with z-loss, without the experts'
     auxiliary losses), `grad_norm` (global, before clipping), `lr`; i32 (): `verdict` (guard.TAKEN, ...). Models with experts
-    add shapes.EXPERT_METRICS, and a loss adds its own metrics (loss.Loss.reports).
+    add shapes.EXPERT_METRICS, and a loss adds its own metrics (loss.TrainingLoss.reports).
 
     Args:
       gradients: returns the report of a batch and the gradients of all trained parameters, sharded like the parameters.
@@ -48,7 +48,7 @@ def make_train_step(
       schedule: learning rate by step.
       trained: the parameters that are trained. Others are unchanged, except biases of routers.
       clip_norm: largest global norm of the gradients; 0: no clipping.
-      spike: as `sigmas` of guard.judge; 0: only values that are not finite are skipped.
+      spike_sigmas: as `sigmas` of guard.judge; 0: only values that are not finite are skipped.
       balance: the load balancing of experts; None for a model without experts.
       ema_decay: decay of the averages of the trained parameters; 0: there are none.
     """
@@ -59,16 +59,13 @@ def make_train_step(
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
-            verdict, guard_state = guard.judge(state.guard, value, norm, spike)
+            verdict, guard_state = guard.judge(state.guard, value, norm, spike_sigmas)
             old = select_leaves(state.params, trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
             params = replace_leaves(state.params, params)
             params = balance.update_router_bias(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
-            ema = (
-                update_average(state.ema, select_leaves(params, trained), ema_decay, verdict == guard.TAKEN)
-                if ema_decay
-                else ()
-            )
+            taken = verdict == guard.TAKEN
+            ema = update_average(state.ema, select_leaves(params, trained), ema_decay, taken) if ema_decay else ()
             done = state.step + (verdict != guard.HELD)
         new = TrainState(done.astype(jnp.int32), params, optimizer, guard_state, ema, state.layers)
         metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}

@@ -127,7 +127,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 def validate_step(run: RunConfig, devices: Devices, fits: bool = True) -> list[Problem]:
     """Return the problems that depend only on the config and the devices, and not on files or the environment.
 
-    fits: remedies name numbers with which no problem of the key is left (config.FIT), whose search takes up to a second.
+    fits: remedies name numbers with which no problem of the key is left (schema.FIT), whose search takes up to a second.
     """
     check = lambda key, number: {p.key for p in _problems(with_values(run, {key: number}), devices)}  # noqa: E731
     return schema.with_fits(_problems(run, devices), check if fits else None)

@@ -31,14 +31,14 @@ def check_experts(run: RunConfig, hardware: Hardware | None, layout: Layout, bad
         yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
     if not hardware:
         return
-    yield from support.problems(run.moe.impl, hardware, exact=run.precision == "f32")
+    yield from support.matmul_problems(run.moe.impl, hardware, exact=run.precision == "f32")
     even = run.moe.capacity_factor or support.single_expert(run.moe.impl, m.num_experts, ranks)
     # Weights of a family from outside the package have names only after the model is built.
     if m.family in FAMILIES and not even and m.num_experts % ranks == 0:
         weights = EXPERTS & fp8_weight_names(run.precision, run.fp8.exclude, matmul_weights(m))[0]
         names = sorted(name.removeprefix("layers.") for name in weights)
         names = [*split_items(run.fp8.exclude), *names] if names else []
-        yield from support.problems_fp8(run.moe.impl, hardware, names, m.num_experts)
+        yield from support.matmul_fp8_problems(run.moe.impl, hardware, names, m.num_experts)
 
 
 def _expert_axis(experts: int, ranks: int, rules: Mapping[str, str], layout: Layout) -> Iterable[Problem]:

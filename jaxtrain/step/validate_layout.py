@@ -97,7 +97,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
             matrices = {} if m.kv_lora_rank else layer_matrices(m)
             yield from moments.find_block_problems(run.optimizer, run.dtypes, matrices, layout.shards)
     if hardware and "model.head_dim" not in bad:
-        yield from attention_specs.problems(run, context or Context(), hardware)
+        yield from attention_specs.attention_problems(run, context or Context(), hardware)
 
 
 def derived_values(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]:

@@ -33,7 +33,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         yield from check_remote(key, path, checkpoints) or (
             [] if is_bucket(path) else check_writable(key, Path(path).expanduser())
         )
-    resumes = bool(_steps(run.checkpoint.dir, workdir))  # then init.from is not read, or only for the base of adapters
+    resumes = bool(_saved_steps(run.checkpoint.dir, workdir))  # then init.from is not read, or only for the base of adapters
     for key, path in (("init.from", run.init.from_), ("init.base", run.init.base)):
         problems = check_remote(key, path, checkpoints=True)
         yield from problems
@@ -50,7 +50,7 @@ def checkpoints_folder(checkpoint_dir: str, workdir: Path) -> Path:
     return Path(checkpoint_dir).expanduser() if checkpoint_dir else workdir / "checkpoints"
 
 
-def _steps(checkpoint_dir: str, workdir: Path) -> list[int] | None:
+def _saved_steps(checkpoint_dir: str, workdir: Path) -> list[int] | None:
     """Return the saved steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
     folder = checkpoints_folder(checkpoint_dir, workdir)
     if is_bucket(checkpoint_dir or str(workdir)) or not os.path.isdir(folder):
@@ -67,7 +67,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     past train.steps, and forbidden changes of the config since the newest checkpoint. The start of the run checks again, with
     JAX. Checkpoints in a bucket, an unreadable meta.json, and experts with a capacity factor are checked only at the start.
     """
-    folder, steps = checkpoints_folder(run.checkpoint.dir, workdir), _steps(run.checkpoint.dir, workdir)
+    folder, steps = checkpoints_folder(run.checkpoint.dir, workdir), _saved_steps(run.checkpoint.dir, workdir)
     if steps is None:
         return []
     step = run.checkpoint.step

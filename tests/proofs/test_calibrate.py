@@ -218,7 +218,7 @@ def test_times_are_of_warm_calls(monkeypatch):
 def test_gemms_are_compiled_as_in_training():
     run = loading.load_config(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
     program = build_program(run, topology.devices(topology.parse_topology("h200:8")))
-    training = compiler.choose_options(program, compiler.card(139.8)).options
+    training = compiler.choose_options(program, compiler.make_card(139.8)).options
     assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS
 
 

@@ -394,7 +394,7 @@ def train_deterministic(runs):
     """The key sets XLA's options for repeatable results on GPUs, and makes a run store XLA's autotuning results."""
     for asked in (True, False):
         program = helpers.program(runs.config("base", **{"train.deterministic": asked}))
-        chosen = compiler.choose_options(program, compiler.card(141.0)).options
+        chosen = compiler.choose_options(program, compiler.make_card(141.0)).options
         assert (chosen.items() >= hardware.REPEATABLE.items()) == asked
     plain = compiler.XlaOptions({}, "", ())
     assert "xla_gpu_dump_autotune_results_to" in compiler.add_run_options(plain, True, 0, True, runs.folder).options

@@ -187,7 +187,7 @@ def test_a_step_has_the_flops_of_adapters_and_no_gradient_of_weights(model):
     settings = SMALL | MODELS[model] | UNROLLED | {"remat.policy": "none"}
     none, everything = helpers.tiny(settings | LORA | none), helpers.tiny(settings)
     m = none.model
-    of_weights = sum(flops.by_weight(m).values()) + flops.heads(m)
+    of_weights = sum(flops.by_weight(m).values()) + flops.head_forward(m)
     router = flops.by_weight(m)["layers.mlp.router"]
     saved = matmuls(everything) - (matmuls(none) - 3 * flops.adapters(m, none.lora))
     first = 0.1 * of_weights  # the first layer's input needs no gradient

@@ -344,8 +344,8 @@ def test_auto_takes_pallas_where_it_can(generation, dtype):
     where_it_can = generation == (9, 0) and not exact
     assert support.choose_matmul("auto", hardware, exact) == ("pallas" if where_it_can else "ragged")
     assert support.choose_matmul("ragged", hardware, exact) == "ragged"
-    assert not support.problems("auto", hardware, exact)
-    assert [p.key for p in support.problems("pallas", hardware, exact)] == ([] if where_it_can else ["moe.impl"])
+    assert not support.matmul_problems("auto", hardware, exact)
+    assert [p.key for p in support.matmul_problems("pallas", hardware, exact)] == ([] if where_it_can else ["moe.impl"])
 
 
 # ---- Balanced loads

@@ -24,7 +24,9 @@ def program(machine: str = "h200:8", **overrides):
 
 
 def choose(machine: str = "h200:8", **overrides) -> compiler.XlaOptions:
-    return compiler.choose_options(program(machine, **overrides), compiler.card(topology.parse_topology(machine).memory_gib))
+    return compiler.choose_options(
+        program(machine, **overrides), compiler.make_card(topology.parse_topology(machine).memory_gib)
+    )
 
 
 def test_a_users_options_stand_beside_ours_or_in_their_place():
@@ -44,7 +46,7 @@ def test_the_scheduler_is_given_what_a_run_may_use():
     SLOP is the largest percentage at which this limit is within the usable memory.
     """
     made = program(train__grad_accum=1)
-    card = compiler.card(topology.parse_topology("h200:8").memory_gib)
+    card = compiler.make_card(topology.parse_topology("h200:8").memory_gib)
     held = compiler.local_bytes(compiler.device_arguments(made)) / 2**30
     spare = compiler.XLA_SHARE * card.memory_gib - held
     limit = held + int(str(compiler.choose_options(made, card).options[compiler.SLOP])) / 100 * spare
@@ -90,7 +92,7 @@ def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
     assert set(ours.options) - set(older.options) == {"optimization_level"} and "A100" in older.why
     unknown = program(train__grad_accum=1)
     monkeypatch.setattr(hardware, "lookup", lambda kind: None)
-    chosen = compiler.choose_options(unknown, compiler.card(24.0))
+    chosen = compiler.choose_options(unknown, compiler.make_card(24.0))
     assert chosen.options == {} and chosen.why
 
 

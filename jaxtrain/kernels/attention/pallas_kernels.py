@@ -28,10 +28,8 @@ FORWARD, FORWARD_FP8, QUERIES, KEYS = "forward", "forward_fp8", "backward_q", "b
 SHIFT = 8
 CHUNK = 64  # numbers of bf16 that are contiguous in shared memory
 TILES, BATCH, HEADS = "tile", "row", "head"  # the axes of programs
-ROW_LAYOUT, COLUMN_LAYOUT = (
-    plgpu.Layout.WGMMA.reduce(1),
-    plgpu.Layout.WGMMA.reduce(0),
-)  # a number for each row, or column, of a matmul's result
+# Of a number for each row, and for each column, of a matmul's result.
+ROW_LAYOUT, COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 class AttentionTile(NamedTuple):

@@ -77,7 +77,7 @@ def unsupported_reason(name: str, specs: Sequence[Spec], hardware: Hardware) -> 
     return next(filter(None, (LIMITS[name](spec, hardware) for spec in specs)), None)
 
 
-def problems(name: str, specs: Sequence[Spec], hardware: Hardware) -> list[Problem]:
+def kernel_problems(name: str, specs: Sequence[Spec], hardware: Hardware) -> list[Problem]:
     """Return the problems of attention.forward and attention.impl. name: attention.impl. specs: of each kind of layer."""
     refusals = []
     if reason := next(filter(None, (forward_fp8(spec, hardware) for spec in specs if spec.fp8)), None):
@@ -102,7 +102,7 @@ def choose_attention(name: str, layer_specs: Sequence[tuple[Spec, int]], hardwar
     Raises ConfigError: the named kernel, or the forward pass in e4m3, does not support some layer.
     """
     specs = [spec for spec, _ in layer_specs]
-    if refusals := problems(name, specs, hardware):
+    if refusals := kernel_problems(name, specs, hardware):
         raise ConfigError(refusals)
 
     def slow(name: str) -> str | None:

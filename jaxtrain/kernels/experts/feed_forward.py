@@ -55,7 +55,7 @@ class AdapterPair(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Learns:
+class TrainedParts:
     """Whether the experts' weights and biases are differentiated."""
 
     weights: bool
@@ -87,9 +87,9 @@ class ExpertsSpec:
         return Exchange(self.experts, T, k, self.split, ranks, devices, self.capacity, self._single_expert)
 
     def check(self, weights: Mapping[str, Weight]) -> None:
-        """Raise ConfigError for 8-bit weights if `ragged` multiplies uneven numbers of rows (support.problems_fp8)."""
+        """Raise ConfigError for 8-bit weights if `ragged` multiplies uneven numbers of rows (support.matmul_fp8_problems)."""
         eight_bit = [f"mlp.{name}" for name, w in weights.items() if isinstance(w, Float8)]
-        problems = support.problems_fp8(self.impl, self._hardware, eight_bit, self.experts)
+        problems = support.matmul_fp8_problems(self.impl, self._hardware, eight_bit, self.experts)
         if problems and self._chosen_impl != "even":
             raise ConfigError(problems)
 
@@ -255,7 +255,7 @@ def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: ExpertsSpec):
     def is_perturbed(subtree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(subtree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)))
 
-    trained = Learns(is_perturbed(weights[:3]), is_perturbed(weights.biases))
+    trained = TrainedParts(is_perturbed(weights[:3]), is_perturbed(weights.biases))
     x_BTD, share_BTk, chosen_BTk, weights = custom_vjp_primal_tree_values((x_BTD, share_BTk, chosen_BTk, weights))
     outputs, residuals = _run_rounds(x_BTD, share_BTk, chosen_BTk, weights, spec)
     return outputs, (trained, *residuals)

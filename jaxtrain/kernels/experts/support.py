@@ -40,14 +40,14 @@ def padded_rank(impl: str, exact: bool, rank: int) -> int:
     return rank if exact or impl == "ragged" else -(-rank // CHUNK) * CHUNK
 
 
-def problems(impl: str, hardware: Hardware, exact: bool) -> list[Problem]:
+def matmul_problems(impl: str, hardware: Hardware, exact: bool) -> list[Problem]:
     """Return a problem if moe.impl is pallas, and the Pallas kernels do not support the rows."""
     if impl != "pallas" or not (rule := pallas(hardware, exact)):
         return []
     return [Problem("moe.impl", impl, rule + hardware.without_gpu, "Set auto, which takes ragged there.")]
 
 
-def problems_fp8(impl: str, hardware: Hardware, weights: Sequence[str], experts: int) -> list[Problem]:
+def matmul_fp8_problems(impl: str, hardware: Hardware, weights: Sequence[str], experts: int) -> list[Problem]:
     """Return a problem if uneven numbers of rows are multiplied in 8 bits and no implementation does that.
 
     CPUs emulate it. weights: those to leave out, as mlp.gate; none if no weights are in 8 bits. experts: model.num_experts.

@@ -67,7 +67,7 @@ NEXT = "num_nextn_predict_layers"
 
 
 def qk_width(hf_config: HfConfig) -> int:
-    """Return the width of a head."""
+    """Return the width of a head of queries and keys."""
     return hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"]
 
 

@@ -17,14 +17,14 @@ def num_dense(hf_config: HfConfig) -> int:
     return hf_config[TYPES].count("dense") if isinstance(hf_config.get(TYPES), list) else 1
 
 
-def layer_types(layers: int, first: int) -> list[str]:
+def mlp_layer_types(layers: int, first: int) -> list[str]:
     """Return the value of mlp_layer_types for this number of dense layers."""
     return ["dense"] * first + ["sparse"] * (layers - first)
 
 
 DENSE_FIRST = ValueKind(
     "must be dense layers, then sparse ones",
-    lambda x, hf_config: x == layer_types(hf_config["num_hidden_layers"], num_dense(hf_config)),
+    lambda x, hf_config: x == mlp_layer_types(hf_config["num_hidden_layers"], num_dense(hf_config)),
 )
 FAMILY_KEYS = {
     TYPES: HfKey(
@@ -33,7 +33,7 @@ FAMILY_KEYS = {
         [],
         REQUIRED,
         lambda _, hf_config: num_dense(hf_config),
-        lambda m: layer_types(m.num_layers, m.dense_layers),
+        lambda m: mlp_layer_types(m.num_layers, m.dense_layers),
     ),
     "first_k_dense_replace": alias(f"the number of dense layers of {TYPES}, 1 without it", num_dense),
     "intermediate_size": HfKey(

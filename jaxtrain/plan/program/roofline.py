@@ -410,7 +410,7 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
         computed += (each.causal if masked else each.full) * passes * _ring_ratio(run.data, uniform_model, layout, masked)
     idle = schedule_of(layout).bubble
     padding_factor = layout.stages.slots / run.model.stack_length
-    head = flops.head(run.model, run.lora, run.train)
+    head = flops.head_training(run.model, run.lora, run.train)
     layers = (linear - head + computed) * padding_factor / (1 - idle)
     return (head + layers) * run.tokens_per_step / layout.devices
 

@@ -531,7 +531,7 @@ BUGS = (
     Bug(
         "load_weights: adapters are left out",
         "jaxtrain/hf/weights.py",
-        "names = [name, *(adapter_of(name, half) for half in (A, B))]",
+        "names = [name, *(adapter_name(name, half) for half in (A, B))]",
         "names = [name]",
         "proofs/test_own_families.py -k merged",
     ),
