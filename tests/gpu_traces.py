@@ -114,7 +114,7 @@ def gpu_space(
     """
     read = profile_program.read_program(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
-    planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))
+    planned = roofline.predict(read.module, RATES, read.collective_ops, lambda *event: ran.append(event))
     ran = [(name, kind, start * 1e3, end * 1e3) for name, kind, start, end in ran if not kind.startswith(roofline.EXPOSED)]
     later = {(name, end): ms for name, _, _, end in ran if (ms := (longer or {}).get(name))}
     step_ms = planned.step_ms + sum(later.values()) + gap_ms

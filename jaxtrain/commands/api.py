@@ -240,7 +240,7 @@ def evaluate(
     from jaxtrain.train.scoring import Scorer
 
     source = open_origin(os.fspath(model))
-    # Before the weights are read
+    # A missing tokenizer is an error before the weights are read.
     loaded_tokenizer, _ = text_format.load_with_tokenizer(source.text(), tokenizer or source.run().data.tokenizer)
     run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base, ema)
     scorer = Scorer(run, sampler, params)
@@ -319,12 +319,12 @@ def generate(
     # A missing tokenizer is an error before the weights are read.
     loaded_tokenizer, text = text_format.load_with_tokenizer(source.text(), spec)
     loaded = load_model(os.fspath(model), jax.local_devices(), base, ema)
-    ask = Sampling(prompt, max_tokens, temperature, top_p, seed)
+    sampling = Sampling(prompt, max_tokens, temperature, top_p, seed)
     if conversation is not None and chat is not None:
-        return chat.answer(loaded, conversation, ask)
+        return chat.answer(loaded, conversation, sampling)
     if note := text_format.note_control_tokens(prompt, loaded_tokenizer):
         warnings.warn(note, stacklevel=2)
-    return continue_text(loaded.sampler, loaded.params, loaded_tokenizer, ask, stops=text.stops)
+    return continue_text(loaded.sampler, loaded.params, loaded_tokenizer, sampling, stops=text.stops)
 
 
 @_with_user_line

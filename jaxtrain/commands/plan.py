@@ -248,14 +248,13 @@ def _act(args: Args) -> int:
     start_jax(hardware.probe())
     import jax
 
-    from jaxtrain.node.calibrate import CalibrationError
-    from jaxtrain.node.calibrate import calibrate_gpus as calibrate
+    from jaxtrain.node.calibrate import CalibrationError, calibrate_gpus
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.program.hlo import HloError
 
     try:
         if args.mode == "calibrate":
-            calibrate(console=make_console())
+            calibrate_gpus(console=make_console())
             return 0
         with own_parts.refusing():
             if not args.command:

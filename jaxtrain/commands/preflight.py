@@ -75,7 +75,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> int:
-    """Run the command and return its exit code. own_process: see preflight.run."""
+    """Run the command and return its exit code. own_process: see preflight.run_preflight."""
 
     def act(args: Args) -> int:
         options = process_options(args)

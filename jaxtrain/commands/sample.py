@@ -78,7 +78,7 @@ def parser() -> Parser:
     return cli
 
 
-ASK_OPTIONS = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are attributes of Ask
+SAMPLING_OPTIONS = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are attributes of Sampling
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,7 +96,7 @@ def _find_problems(args: Args) -> list[Problem]:
 
 
 def _act(args: Args) -> int:
-    options = {name: getattr(args, name) for name in ASK_OPTIONS if name.replace("_", "-") in args.explicit}
+    options = {name: getattr(args, name) for name in SAMPLING_OPTIONS if name.replace("_", "-") in args.explicit}
     questions = read_conversations(args) if args.chat else []  # a wrong file is an error before the model is read
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
@@ -109,16 +109,15 @@ def _act(args: Args) -> int:
     source = open_origin(args.workdir)
     spec = args.tokenizer or source.run().data.tokenizer
     chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
-    tokenizer_and_format = text_format.load_with_tokenizer(
-        source.text(), spec
-    )  # a missing tokenizer is an error before the weights are read
+    # A missing tokenizer is an error before the weights are read.
+    tokenizer_and_format = text_format.load_with_tokenizer(source.text(), spec)
     model = load_model(args.workdir, jax.local_devices(), args.base, args.ema)
     defaults = model.run.sample  # a run that writes no samples has max_tokens = 0
-    ask = Sampling(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
-    ask = dataclasses.replace(ask, **options)
+    sampling = Sampling(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
+    sampling = dataclasses.replace(sampling, **options)
     print(f"[{args.workdir.rstrip('/')}, step {model.step}]", file=sys.stderr)
     if chat is None:
-        return continue_prompts(model, *tokenizer_and_format, ask)
+        return continue_prompts(model, *tokenizer_and_format, sampling)
     printed: set[str] = set()
 
     def answer(conversation: Conversation) -> str:
@@ -127,7 +126,7 @@ def _act(args: Args) -> int:
             if note and note not in printed:
                 printed.add(note)
                 print(f"note: {note}", file=sys.stderr)
-        return chat.answer(model, conversation, ask)
+        return chat.answer(model, conversation, sampling)
 
     if questions:
         answer_all(answer, questions)
@@ -136,14 +135,14 @@ def _act(args: Args) -> int:
     return 0
 
 
-def continue_prompts(model: "LoadedModel", tokenizer: Any, text: Any, ask: Sampling) -> int:
+def continue_prompts(model: "LoadedModel", tokenizer: Any, text: Any, sampling: Sampling) -> int:
     """Print each prompt with its continuation, and return the exit code."""
     from jaxtrain.data import text_format
     from jaxtrain.train.generation import continue_all
 
-    for note in filter(None, (text_format.note_control_tokens(prompt, tokenizer) for prompt in split_prompts(ask.prompt))):
+    for note in filter(None, (text_format.note_control_tokens(prompt, tokenizer) for prompt in split_prompts(sampling.prompt))):
         print(f"note: {note}", file=sys.stderr)
-    print(*continue_all(model.sampler, model.params, tokenizer, ask, text.stops), sep="\n\n")
+    print(*continue_all(model.sampler, model.params, tokenizer, sampling, text.stops), sep="\n\n")
     return 0
 
 

@@ -462,7 +462,7 @@ def tokenizer_sha256(spec: str) -> str:
 
 
 def tokenizer_hashes(meta: Mapping[str, Any], spec: str) -> dict[str, tuple[str, str]]:
-    """Return the hashes of data.tokenizer in a checkpoint's meta.json and now, for resume.compare; {} unless both are known."""
+    """Return the hashes of data.tokenizer in a checkpoint and now, for resume.compare_configs; {} unless both are known."""
     old_hash = meta.get("data", {}).get("fingerprint", {}).get("tokenizer", {}).get("sha256", "")
     try:
         new_hash = tokenizer_sha256(spec) if old_hash else ""

@@ -44,7 +44,7 @@ def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[s
     Args:
         dtype: dtype of the tensors, f32 | bf16.
         positions: the longest sequence that the model was trained with, in tokens.
-        more: further keys: bos_token_id, eos_token_id and pad_token_id, and OWN.
+        more: further keys: bos_token_id, eos_token_id and pad_token_id, and OWN_SECTION.
     """
     layout = format_of(model.family)
     stored = DTYPES[dtype].name

@@ -205,7 +205,7 @@ def load_tensors(folder: HfFolder, wanted: Tensors, progress: Progress) -> Tenso
 
     Raises:
         HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite
-            (NotFinite).
+            (NotFiniteWeights).
     """
     entries, _ = folder.matched
     for name, a in wanted.items():

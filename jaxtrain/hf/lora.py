@@ -151,13 +151,13 @@ def missing_base_error(path: str, error: Exception) -> CheckpointError:
     )
 
 
-def check_base_digest(meta: Mapping[str, Any], path: str, value: str) -> None:
-    """Raise CheckpointError if the base in `path`, whose digest is `value`, is not the base that the adapters belong to."""
-    if value != meta["base"]["digest"]:
+def check_base_digest(meta: Mapping[str, Any], path: str, actual: str) -> None:
+    """Raise CheckpointError if the base in `path`, whose digest is `actual`, is not the base that the adapters belong to."""
+    if actual != meta["base"]["digest"]:
         raise CheckpointError(
             f"the weights in {path} are not the base of the adapters of step {meta['step']}: their digest "
-            f"is {value}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.base of a run, "
-            "--base of a command)."
+            f"is {actual}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.base of a "
+            "run, --base of a command)."
         )
 
 

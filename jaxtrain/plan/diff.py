@@ -167,9 +167,9 @@ def _scope(op_name: str, instruction: str) -> str:
 def _row(key: RowKey, before: Mapping[str, Amount], after: Mapping[str, Amount]) -> DiffRow | None:
     """Return the difference of one key; None if its sums are equal. before, after: line -> amount."""
     x, y = sum(before.values(), NONE), sum(after.values(), NONE)
-    differing = [
-        field for field in ("ms", "link_ms", "bytes", "count") if not math.isclose(getattr(x, field), getattr(y, field))
-    ]  # sums in another order
+    # Sums in another order are not exactly equal.
+    fields = ("ms", "link_ms", "bytes", "count")
+    differing = [field for field in fields if not math.isclose(getattr(x, field), getattr(y, field))]
     if not differing and x.text == y.text:
         return None
     change = "changed" if not differing else "grew" if getattr(y, differing[0]) > getattr(x, differing[0]) else "shrank"

@@ -86,9 +86,8 @@ def least_memory(run: RunConfig, topology: Topology) -> LeastMemory:
             in_use = max(_gathered_size(program, *pair, one_layer=True) for pair in used.values()) * width
     saved = auto_remat.Activations(run.model, run.moe, program.layout, program.placement.activation_shards)
     has_inputs = not run.model.outside and "=offload" not in run.remat.tensors
-    inputs = (
-        saved.saved_bytes(("residual",)) / run.remat.every if has_inputs else 0.0
-    )  # they have the shape of the residual stream
+    # Inputs of layers have the shape of the residual stream.
+    inputs = saved.saved_bytes(("residual",)) / run.remat.every if has_inputs else 0.0
     while_used = in_use + inputs
     total = state + (gradients + while_used if run.train.grad_accum > 1 else max(gradients, while_used))
     spare = topology.usable_gib(run.train.memory_fraction) * 2**30 - total

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, TypeGuard
 
-from jaxtrain.report.html import chart_key
+from jaxtrain.report.html import chart_legend
 
 COLUMNS = 480
 LANE = 46  # px: height of a lane with its name
@@ -221,4 +221,4 @@ def _legend(chart: LineChart) -> str:
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     entries = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
-    return chart_key(entries, notes) if len(entries) > 1 or chart.with_legend or notes else ""
+    return chart_legend(entries, notes) if len(entries) > 1 or chart.with_legend or notes else ""

@@ -67,7 +67,7 @@ def swatch(colour: str) -> str:
     return f'<span class="swatch" style="background:{colour}"></span>' if colour else '<span class="swatch outline"></span>'
 
 
-def chart_key(entries: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
+def chart_legend(entries: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
     """Return the legend of a chart. entries: (name, CSS colour) of each entry. notes: texts after the entries."""
     shown = [f"<span>{swatch(colour)}{escape(name)}</span>" for name, colour in entries]
     shown += [f"<span>{escape(note)}</span>" for note in notes]

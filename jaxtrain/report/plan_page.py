@@ -8,7 +8,7 @@ from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, 
 from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.result import Plan
 from jaxtrain.report.charts import cursor_data, lanes, ticks
-from jaxtrain.report.html import chart_key, contents, document, heading, paragraph, tiles
+from jaxtrain.report.html import chart_legend, contents, document, heading, paragraph, tiles
 from jaxtrain.report.layer_schedule import LaneEvent
 from jaxtrain.report.plan_sections import (
     CLASS_COLOURS,
@@ -126,7 +126,7 @@ def schedule_of_layer(layer: Mapping[str, Sequence[LaneEvent]]) -> Section:
         for name, events in layer.items()
     }
     shown = {e.kind for events in layer.values() for e in events}
-    legend = chart_key([(kind, colour) for kind, colour in LANE_COLOURS.items() if kind in shown])
+    legend = chart_legend([(kind, colour) for kind, colour in LANE_COLOURS.items() if kind in shown])
     return Section("Schedule of a layer", [Drawing(legend + lanes(note, rows, "ms")), note])
 
 
@@ -191,7 +191,7 @@ def schedule_section(plan: Plan) -> Section:
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
         f'{memory_chart(plan)}{points}<div class="tip"></div></div>'
-        f"{chart_key([(name, colour) for name, colour, _ in _layers(plan)])}"
+        f"{chart_legend([(name, colour) for name, colour, _ in _layers(plan)])}"
     )
     note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
     lettered = ", ".join(f"{letter} {phase or 'start'}" for phase, letter in letters.items())

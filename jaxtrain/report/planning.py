@@ -91,12 +91,12 @@ def plan_layout(job: PlanJob, cudnn: CudnnLibrary | None) -> int:
         planned = read_plan(compiled, topology, **label, experts_load=args.experts_load)
     if args.hlo:
         write_output(args.hlo, compiled.text)
-    # of a device through a layer, per step
+    # Passes of a device through a layer, per step.
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     layer = layer_schedule.layer_events(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
-    cost_request = CostOptions(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
-    counted = cost_request.tokens and planned.fits
-    cost = estimate_cost(planned, run, topology, compiled.program.checkpoint_bytes, cost_request) if counted else None
+    cost_options = CostOptions(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
+    counted = cost_options.tokens and planned.fits
+    cost = estimate_cost(planned, run, topology, compiled.program.checkpoint_bytes, cost_options) if counted else None
     del compiled
     tokens = run.tokens_before(run.train.steps)
     epochs = opening.count_epochs(run.data, Path(run.paths.data), tokens)
@@ -105,7 +105,7 @@ def plan_layout(job: PlanJob, cudnn: CudnnLibrary | None) -> int:
     print_plan(planned, console, **length)
     if not planned.fits:
         _print_search(job)
-    if cost_request.tokens and not cost:
+    if cost_options.tokens and not cost:
         say(console, f"\n{NO_COST}")
     job.write_json(result.to_json(planned) | ({"run": dataclasses.asdict(cost)} if cost else {}))
     if args.html:

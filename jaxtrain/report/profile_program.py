@@ -79,8 +79,8 @@ class TracedProgram:
 
     module: Module
     operations: dict[str, Operation]  # by instruction
-    work: dict[str, OpCost]  # instruction -> cost of one launch; without instructions of unknown cost
-    wires: dict[str, CollectiveOp]  # instruction -> its collective
+    costs: dict[str, OpCost]  # instruction -> cost of one launch; without instructions of unknown cost
+    collective_ops: dict[str, CollectiveOp]  # instruction -> its collective
     unknown: tuple[str, ...]  # reasons why costs are unknown
 
 
@@ -99,7 +99,7 @@ def read_program(text: str, mesh: Mapping[str, int], gpus: int) -> TracedProgram
     program = TracedProgram(module, {}, {}, {}, ())
     unknown = []
     try:
-        program.wires.update(collectives.read_collectives(module, dict(mesh), gpus))
+        program.collective_ops.update(collectives.read_collectives(module, dict(mesh), gpus))
     except (HloError, ValueError) as error:
         unknown.append(f"bytes of collectives: {error}")
     inner = {c for comp in module.computations.values() for i in comp.instructions if i.opcode in FUSIONS for c in i.called}
@@ -113,17 +113,17 @@ def read_program(text: str, mesh: Mapping[str, int], gpus: int) -> TracedProgram
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
-                if cost := instruction_cost(module, computation, i, program.wires):
-                    program.work[i.name] = cost
+                if cost := instruction_cost(module, computation, i, program.collective_ops):
+                    program.costs[i.name] = cost
             except HloError as error:
                 unknown.append(str(error))
             name, source = _scope(module, computation, users, i)
             part = scope_of(name) or NO_SCOPE
             phase = phase_of(name) if part != NO_SCOPE else ""
             label = roofline.op_label(name) or re.sub(r"[.\d]+$", "", i.name)
-            kind = _kind(module, i, program.work.get(i.name))
-            wire = program.wires.get(i.name)
-            collective = " over ".join(filter(None, (wire.kind, wire.axis))) if wire else ""
+            kind = _kind(module, i, program.costs.get(i.name))
+            op = program.collective_ops.get(i.name)
+            collective = " over ".join(filter(None, (op.kind, op.axis))) if op else ""
             program.operations[i.name] = Operation(kind, part, phase, label, i.source or source, collective)
     return dataclasses.replace(program, unknown=tuple(unknown))
 
@@ -136,10 +136,10 @@ def kernel_operation(kernel: str) -> Operation:
     return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "", collective)
 
 
-def _kind(module: Module, i: Instruction, work: OpCost | None) -> str:
+def _kind(module: Module, i: Instruction, cost: OpCost | None) -> str:
     if is_collective(module, i):
         return "communication"
-    kind = roofline.KIND_OF_WORK[work.kind] if work else kernel_operation(i.attributes.get("custom_call_target", i.name)).kind
+    kind = roofline.KIND_OF_WORK[cost.kind] if cost else kernel_operation(i.attributes.get("custom_call_target", i.name)).kind
     inside = [j for c in i.called for j in module.computations[c].instructions] if i.opcode in FUSIONS else [i]
     return "copies" if kind == "memory-bound" and all(j.opcode in _COPIES for j in inside) else kind
 
@@ -189,5 +189,5 @@ def plan_step(program: TracedProgram, rates: Rates) -> PlannedStep:
             by_kind[f"exposed {kind}" if waits else kind] += (end - start) * 1e3
             by_part[operation.part_and_phase] += (end - start) * 1e3
 
-    timed = roofline.predict(program.module, rates, program.wires, record)
-    return PlannedStep(timed.step_ms, dict(by_kind), dict(by_part), rates.source)
+    timing = roofline.predict(program.module, rates, program.collective_ops, record)
+    return PlannedStep(timing.step_ms, dict(by_kind), dict(by_part), rates.source)

@@ -235,7 +235,7 @@ def measure_steps(path: Path, run: RunFolder | None) -> StepTimes:
     main, operations = trace.main_program, program.operations if program else {}
     work = {
         (main, name): (w.flops, w.bytes, w.seconds(rates) if rates else math.nan)
-        for name, w in (program.work if program else {}).items()
+        for name, w in (program.costs if program else {}).items()
     }
     steps = windows(trace, program.module if program else None)
     divided = {

@@ -108,12 +108,8 @@ class RunFolder(receipts.RunRecord):
     def gpu(self) -> list[dict[str, Any]]:
         """Return the lines of kind "gpu" of all processes, ordered by time. Raises MetricsError for a damaged file."""
         paths = sorted(self.folder.glob("metrics.*.jsonl"))
-        process_files = [
-            path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)
-        ]  # moved files have other names
-        lines = (
-            line for line in itertools.chain(self.lines, *map(metrics.read_metrics, process_files)) if line["kind"] == "gpu"
-        )
+        files = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # moved files have other names
+        lines = (line for line in itertools.chain(self.lines, *map(metrics.read_metrics, files)) if line["kind"] == "gpu")
         return sorted(lines, key=lambda line: line["time_unix"])
 
     @cached_property

@@ -112,10 +112,10 @@ def numbers(
     sums = [math.fsum(values)] if total else []
     texts = write([*values, *sums])
 
-    def sum_rest(start: int) -> str:
+    def sum_from(start: int) -> str:
         return write([*values, *sums, math.fsum(values[start:])])[-1]
 
-    return Column(heading, texts[: len(values)], values, texts[-1] if total else "", sum_rest)
+    return Column(heading, texts[: len(values)], values, texts[-1] if total else "", sum_from)
 
 
 def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column:

@@ -183,7 +183,7 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 
 
 def _chunks(wanted: Tensors) -> Iterator[Tensors]:
-    """Yield the tensors in parts of at most CHUNK_BYTES, or of one tensor."""
+    """Yield the tensors in chunks of at most CHUNK_BYTES, or of one tensor."""
     chunk: Tensors = {}
     for name, abstract in wanted.items():
         if chunk and sum(map(_bytes, chunk.values())) + _bytes(abstract) > CHUNK_BYTES:

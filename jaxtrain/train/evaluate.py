@@ -237,13 +237,13 @@ class SampleWriter:
     def _texts(self, sampler: generation.Sampler, params: Params) -> list[str]:
         """Return the continuation of each prompt, then the answer to each conversation with the reference answer below."""
         settings, tokenizer = self._run.sample, self._tokenizer
-        ask = samples.Sampling(settings.prompt, settings.max_tokens, settings.temperature)
+        sampling = samples.Sampling(settings.prompt, settings.max_tokens, settings.temperature)
         texts = []
-        if ask.prompt or not self._questions:
-            texts = generation.continue_all(sampler, params, tokenizer, ask, self._stops)
-        room = max((len(prompt) for prompt, _ in self._questions), default=0) + ask.max_tokens
+        if sampling.prompt or not self._questions:
+            texts = generation.continue_all(sampler, params, tokenizer, sampling, self._stops)
+        room = max((len(prompt) for prompt, _ in self._questions), default=0) + sampling.max_tokens
         for prompt, reference in self._questions:
-            answer = generation.continue_ids(sampler, params, prompt, ask, self._stops, room)
+            answer = generation.continue_ids(sampler, params, prompt, sampling, self._stops, room)
             while reference and reference[-1] in self._stops:
                 reference = reference[:-1]
             texts.append(f"{tokenizer.decode([*prompt, *answer])}\n[reference] {tokenizer.decode(reference)}")

@@ -140,24 +140,24 @@ def sample_token(logits_V: jax.Array, key: jax.Array, temperature: float, top_p:
 
 
 def continue_text(
-    sampler: Sampler, params: Params, tokenizer: Any, ask: Sampling, room: int = 0, *, stops: Sequence[int]
+    sampler: Sampler, params: Params, tokenizer: Any, sampling: Sampling, room: int = 0, *, stops: Sequence[int]
 ) -> str:
     """Return the prompt and its continuation, which ends before the first of `stops`, or else after max_tokens.
 
     stops: ids. room: as in `Sampler.tokens`.
     """
-    prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
-    ids = continue_ids(sampler, params, prompt, ask, stops, room)
+    prompt = prompt_ids(tokenizer, sampling.prompt, sampler.run.model.vocab_size)
+    ids = continue_ids(sampler, params, prompt, sampling, stops, room)
     return tokenizer.decode([*prompt[len(tokenizer.bos) :], *ids])
 
 
 def continue_ids(
-    sampler: Sampler, params: Params, prompt: Sequence[int], ask: Sampling, stops: Sequence[int], room: int = 0
+    sampler: Sampler, params: Params, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], room: int = 0
 ) -> list[int]:
     """Return the ids that continue a prompt of ids, up to the first of `stops`, which is left out, or max_tokens of them."""
     ids: list[int] = []
-    options = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
-    for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **options):
+    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+    for token in sampler.tokens(params, prompt, max_tokens=sampling.max_tokens, room=room, **options):
         if token in stops:
             break
         ids.append(token)
@@ -189,12 +189,12 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
-def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: Sampling, stops: Sequence[int]) -> list[str]:
+def continue_all(sampler: Sampler, params: Params, tokenizer: Any, sampling: Sampling, stops: Sequence[int]) -> list[str]:
     """Return the prompt and its continuation for each of the prompts in `ask.prompt`."""
-    asks = [dataclasses.replace(ask, prompt=prompt) for prompt in split_prompts(ask.prompt)]
+    requests = [dataclasses.replace(sampling, prompt=prompt) for prompt in split_prompts(sampling.prompt)]
     vocab_size = sampler.run.model.vocab_size
-    room = max(len(prompt_ids(tokenizer, request.prompt, vocab_size)) for request in asks) + ask.max_tokens
-    return [continue_text(sampler, params, tokenizer, request, room, stops=stops) for request in asks]
+    room = max(len(prompt_ids(tokenizer, request.prompt, vocab_size)) for request in requests) + sampling.max_tokens
+    return [continue_text(sampler, params, tokenizer, request, room, stops=stops) for request in requests]
 
 
 class LoadedModel(NamedTuple):
@@ -217,8 +217,8 @@ def load_model(path: str, devices: Sequence[Any], base: str = "", ema: bool = Fa
     source = open_origin(path).choose(ema)
     source.announce()
     run = source.run()
-    spread = shard_for_inference(run, devices)
-    sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))
+    sharded_run = shard_for_inference(run, devices)
+    sampler = Sampler(run, make_placement(sharded_run, devices[: sharded_run.mesh.fsdp]))
     return LoadedModel(
         run, sampler, read_params(source, run, sampler.definition, sampler.placement, base), source.step, source.text()
     )
@@ -233,7 +233,7 @@ class Chat:
         Args:
           text: the model's text format.
           spec: its tokenizer.
-          template: a name in template.NAMED, or a file; "": the model's own.
+          template: a name in chat_template.BUILTIN_TEMPLATES, or a file; "": the model's own.
 
         Raises:
           TokenizerError: the tokenizer cannot be read, or there is no chat template.
@@ -252,11 +252,11 @@ class Chat:
         ((ids, _, _),) = encode_pieces(self.tokenizer, [Piece("", 0, chunks=tuple(self.template.split_prompt(conversation)))])
         return ids.tolist()
 
-    def answer(self, model: LoadedModel, conversation: Conversation, ask: Sampling) -> str:
+    def answer(self, model: LoadedModel, conversation: Conversation, sampling: Sampling) -> str:
         """Return a model's answer to a conversation, up to the end of the turn or max_tokens.
 
         Raises RowError as `prompt`, and TokenizerError for an id that the model does not have.
         """
         ids = self.prompt(conversation)
         check_vocabulary(self.tokenizer, ids, model.run.model.vocab_size)
-        return self.tokenizer.decode(continue_ids(model.sampler, model.params, ids, ask, self.stops))
+        return self.tokenizer.decode(continue_ids(model.sampler, model.params, ids, sampling, self.stops))

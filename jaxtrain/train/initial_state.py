@@ -220,12 +220,13 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     source_model, run_model = source.meta["config"]["model"], schema.to_dict(run)["model"]
     settings = source.meta["config"].get(schema.OWN, {})
     problems = []
-    label, family = source_model.get("family", ""), run.model.family
-    source_structure = models.family(label).STRUCTURE if label in models.FAMILIES else None  # other modules may not be here
+    source_family, family = source_model.get("family", ""), run.model.family
+    # The modules of other families may not be here.
+    source_structure = models.family(source_family).STRUCTURE if source_family in models.FAMILIES else None
     if source_structure and getattr(models.family(family), "STRUCTURE", source_structure) != source_structure:
         # Settings of another function with tensors of the same names and shapes.
-        rule = f"its weights are those of model.family = {label}, which computes another function: {source_structure}"
-        problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {label}."))
+        rule = f"its weights are those of model.family = {source_family}, which computes another function: {source_structure}"
+        problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {source_family}."))
     if run.init.what != "weights" and (source.folder or {"hugging_face", "peft", "averaged"} & source.meta.keys()):
         rule = f"{source.name} holds no optimizer's state"
         problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))

@@ -221,11 +221,11 @@ def worst(values: Mapping[str, float], allowed: Mapping[str, float] | float) -> 
     """Return the value that is largest relative to its bound. A value that is not finite is larger than all others."""
     bound = allowed if isinstance(allowed, Mapping) else dict.fromkeys(values, allowed)
 
-    def against(name: str) -> tuple[bool, float]:
+    def sort_key(name: str) -> tuple[bool, float]:
         value = values[name]
         return not math.isfinite(value), value / bound[name] if bound[name] else value
 
-    name = max(values, key=against)
+    name = max(values, key=sort_key)
     return Measure(values[name], bound[name], name)
 
 

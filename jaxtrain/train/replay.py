@@ -211,16 +211,16 @@ def first_bad(program: Program, params: Any, batch: Any, sums: Mapping[str, np.n
         rows = np.unique(np.argwhere(~np.isfinite(weights))[:, :2], axis=0).tolist()
         return f"first: the batch: weights of tokens that are not finite, in (microbatch, row) {', '.join(map(str, rows[:8]))}"
     for micro in range(batch["tokens"].shape[0]):
-        micro_batch = {
+        microbatch = {
             name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()
         }
-        if origin := _in_layers(program, params, micro_batch) or _in_loss(program, params, micro_batch):
+        if origin := _in_layers(program, params, microbatch) or _in_loss(program, params, microbatch):
             return f"first: {origin}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {origin}"
     return _in_gradients(program, params, batch)
 
 
-def _loss(program: Program, params: Any, micro: Any) -> jax.Array:
-    total, weight, _ = program.eval_step(params, {name: micro[name] for name in program.eval_batch})
+def _loss(program: Program, params: Any, microbatch: Any) -> jax.Array:
+    total, weight, _ = program.eval_step(params, {name: microbatch[name] for name in program.eval_batch})
     return total / jnp.where(weight > 0, weight, 1.0)
 
 
@@ -230,7 +230,7 @@ def _tensors(program: Program, tree: Any) -> state.Tensors:
     return state.to_tensors(TrainState(done, tree, (), layers=program.state.layers))
 
 
-def _in_layers(program: Program, params: Any, micro: Any) -> str:
+def _in_layers(program: Program, params: Any, microbatch: Any) -> str:
     """Return words for the first layer whose output is not finite; '' if there is none, or the model has no stack of layers."""
     if STACK not in params:
         return ""
@@ -244,7 +244,7 @@ def _in_layers(program: Program, params: Any, micro: Any) -> str:
         layer_tensors = {
             name: jax.device_put(tensors[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()
         }
-        return not np.isfinite(float(_loss(short_program, state.from_tensors(abstract, layer_tensors).params, micro)))
+        return not np.isfinite(float(_loss(short_program, state.from_tensors(abstract, layer_tensors).params, microbatch)))
 
     first = run.model.dense_layers  # first layer of the stack
     low, high = first, run.model.num_layers
@@ -258,8 +258,8 @@ def _in_layers(program: Program, params: Any, micro: Any) -> str:
     return f"the forward pass of {layers}" + (" (or what is before it)" if low == first else "")
 
 
-def _in_loss(program: Program, params: Any, micro: Any) -> str:
-    loss = float(_loss(program, params, micro))
+def _in_loss(program: Program, params: Any, microbatch: Any) -> str:
+    loss = float(_loss(program, params, microbatch))
     return "" if np.isfinite(loss) else f"the loss ({loss}), after hidden states that are finite in every layer"
 
 

@@ -268,8 +268,8 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
             setup, compiled = compile_steps(setup, services)
             watch = expected_times(setup, compiled, services)
             sizes = {compiled.size: compiled}
-            for each in run.ramp.sizes(setup.start.step, steps)[1:]:
-                sizes[each] = resize_steps(setup, compiled, each, services)  # a step that does not fit ends the run here
+            for size in run.ramp.sizes(setup.start.step, steps)[1:]:
+                sizes[size] = resize_steps(setup, compiled, size, services)  # a step that does not fit ends the run here
             services.peers.gather("compiled", "", COMPILED_S)  # the wait for a slower process has compile's budget
 
         with explain_out_of_memory(setup.run, compiled.memory):

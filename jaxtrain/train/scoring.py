@@ -51,8 +51,8 @@ class Scorer:
         if sampler.placement.mesh_axes("layers"):
             stages = sampler.placement.size("stage")
             raise ConfigError([Problem("mesh.stage", stages, "a model is scored without pipeline stages", "Set mesh.stage=1.")])
-        spread = dataclasses.replace(for_inference(run), mesh=schema.Mesh(**dict(mesh.shape)))
-        self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own placement shards no batch
+        sharded_run = dataclasses.replace(for_inference(run), mesh=schema.Mesh(**dict(mesh.shape)))
+        self.placement = make_placement(sharded_run, list(mesh.devices.flat))  # the sampler's own placement shards no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))
         self.rows = -(-rows // shards) * shards
         self.max_length = max_length or run.data.seq_len
@@ -65,7 +65,7 @@ class Scorer:
         name, _ = support.choose_attention(
             "auto", [(spec, longest) for spec in specs], Hardware.from_device(mesh.devices.flat[0])
         )
-        definition = make_definition(spread, make_zero(spread.sharding, self.placement), Kernel(name, specs))
+        definition = make_definition(sharded_run, make_zero(sharded_run.sharding, self.placement), Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._unsharded = replicated(self.placement)
         specs, row_spec = definition.specs(self.placement), self.placement.spec(("batch", None))

@@ -29,8 +29,8 @@ AGREE_S = 5400.0  # timeout of processes that wait for each other: one may read 
 def describe_skip(setup: Setup, metrics: StepMetrics, data_position: Position) -> SkippedStep:
     """Return a skipped step with its data. data_position: the position that the step's batch was read from."""
     batches = data_position.batches(metrics.step - 1)
-    each = setup.run.ramp.unit * setup.run.data.seq_len
-    tokens = batches[0] * each, (batches[-1] + 1) * each
+    per_batch = setup.run.ramp.unit * setup.run.data.seq_len
+    tokens = batches[0] * per_batch, (batches[-1] + 1) * per_batch
     command = f"python -m jaxtrain data seen --workdir={shlex.quote(str(setup.workdir))} --step={metrics.step}"
     command = to_run_sh(command) if hasattr(setup.data, "mixture") and not setup.data.synthetic else ""
     return SkippedStep(metrics.step, metrics.verdict, metrics.loss, metrics.grad_norm, tuple(batches), tokens, command)

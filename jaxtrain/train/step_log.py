@@ -79,7 +79,7 @@ class StepLog:
         run = program.run
         self._run, self._data, self._services, self._monitor = run, data, services, monitor
         self._tokens_per_batch = run.ramp.unit * run.data.seq_len
-        self.rates = measure_rates(run, services.console)
+        self.rates = make_throughput(run, services.console)
         self.watch: Watch | None = None
         self._mfu: MfuAlert | None = None
         self.compare(watch)
@@ -133,7 +133,7 @@ class StepLog:
             console.warn(warning)
 
 
-def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
+def make_throughput(run: RunConfig, console: Console) -> throughput.Throughput:
     """Return the object that computes tokens/s and MFU from step times. MFU is null if the device's peak rate is unknown."""
     if note := model_flops(run).note:
         console.say(note)

@@ -62,12 +62,11 @@ def print_summary(setup: Setup, console: Console) -> None:
         + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
     )
     if layers := program.state.layers:
-        at = schedule_of(program.layout)
-        count = len(layers.order) // layers.stages
-        stages = [sum(i is not None for i in layers.order[s * count : (s + 1) * count]) for s in range(layers.stages)]
+        bubble, per_stage = schedule_of(program.layout).bubble, len(layers.order) // layers.stages
+        stages = [sum(i is not None for i in layers.order[s * per_stage : (s + 1) * per_stage]) for s in range(layers.stages)]
         say(
             f"pipeline: {run.pipeline.schedule}, {' | '.join(map(str, stages))} layers; stages are idle for "
-            f"{at.bubble:.0%} of a step" + (": a higher train.grad_accum reduces it" if at.bubble > IDLE else "")
+            f"{bubble:.0%} of a step" + (": a higher train.grad_accum reduces it" if bubble > IDLE else "")
         )
     if data.synthetic:
         say("data: synthetic. Its loss is not that of language.")

@@ -247,7 +247,7 @@ def test_resumes_to_the_bit(trained):
 
 
 def test_what_was_saved_can_be_used(trained):
-    """`generation.load` restores base and adapters. Greedy sampling gives the tokens of the merged weights, which differ from
+    """`load_model` restores base and adapters. Greedy sampling gives the tokens of the merged weights, which differ from
     the base's.
     """
     run, sampler, params, at, _ = generation.load_model(str(trained / "adapters"), jax.devices()[:1])
@@ -275,7 +275,7 @@ def test_what_was_saved_can_be_used(trained):
 
 @pytest.mark.more
 def test_another_base_is_refused(trained, tmp_path):
-    """The base in its new place first changes, and then is deleted. Both times training and `generation.load` end with an
+    """The base in its new place first changes, and then is deleted. Both times training and `load_model` end with an
     error.
     """
     shutil.copytree(trained / "adapters", tmp_path / "copy")

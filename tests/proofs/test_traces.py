@@ -72,7 +72,7 @@ def test_work_is_that_of_the_program(traced: Path, split: StepProfile):
     text = Path(split.trace).with_name(HLO_TEXT).read_text()
     compiled = profile_program.read_program(text, runs.receipt(traced)["mesh"], 8)
     assert compiled.unknown == ()
-    flops = sum(compiled.work[i.name].flops * n for i, _, n, _ in hlo.walk(compiled.module) if i.name in compiled.work)
+    flops = sum(compiled.costs[i.name].flops * n for i, _, n, _ in hlo.walk(compiled.module) if i.name in compiled.costs)
     assert math.fsum(op.gflop or 0 for op in split.ops) == pytest.approx(flops / 1e9)
     (op,) = [op for op in split.ops if op.label == "forward mlp/BTF,DF->BTD"]
     assert op.gflop == pytest.approx(2 * 64 * 64 * 32 / 1e9), "a layer, and a sequence of 64 tokens on each device"

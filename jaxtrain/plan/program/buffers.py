@@ -366,8 +366,8 @@ def step_memory(assignment: Assignment, program: Program, module: hlo.Module, ca
       assignment, module, workspace: read from the program's compiled step.
       card: memory of the GPU.
     """
-    step_facts = buffer_facts(program, module)
-    kind_of = functools.cache(lambda value: classify(step_facts, assignment.values[value]))
+    facts = buffer_facts(program, module)
+    kind_of = functools.cache(lambda value: classify(facts, assignment.values[value]))
     parameters = {i.parameter_number: i for i in module.entry.parameters}
     outside = [
         (a.kind if a.parameter is None else argument_class(parameters[a.parameter].op_name), a) for a in assignment.outside
@@ -376,12 +376,10 @@ def step_memory(assignment: Assignment, program: Program, module: hlo.Module, ca
     for kind, a in outside:
         base[kind] += a.size
 
-    timeline, current_phase = [], "embed"  # before the first layer: the embedding, and early gathers
+    timeline, phase = [], "embed"  # before the first layer: the embedding, and early gathers
     for event, (live_bytes, _) in zip(assignment.heap, replay(assignment), strict=True):
-        current_phase = next(
-            filter(None, map(memory_phase, _op_names(module, module.instruction(event.instruction)))), current_phase
-        )
-        timeline.append(((base.total() + live_bytes) / GIB, current_phase))
+        phase = next(filter(None, map(memory_phase, _op_names(module, module.instruction(event.instruction)))), phase)
+        timeline.append(((base.total() + live_bytes) / GIB, phase))
     points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
     top = max(points, key=lambda index: timeline[index][0])
     peak_arrays = [(a.size, kind, "", assignment.values[a.value]) for kind, a in outside]
@@ -401,7 +399,7 @@ def step_memory(assignment: Assignment, program: Program, module: hlo.Module, ca
         if kind == "saved activations":
             saved[name] += size
         if kind == "temporaries":
-            temporaries[writer_scope(step_facts, value)] += size
+            temporaries[writer_scope(facts, value)] += size
     largest = sorted((array for array in peak_arrays if array[0] >= LISTED), key=lambda array: -array[0])
     peak, at_peak = points[top], assignment.heap[top].instruction
     over_time = [
@@ -421,7 +419,7 @@ def step_memory(assignment: Assignment, program: Program, module: hlo.Module, ca
         peak_at=next(iter(_op_names(module, module.instruction(at_peak))), at_peak),
         timeline=tuple(timeline[index] for index in points),
         over_time=tuple(sorted(over_time, key=lambda c: -max(c.gib))),
-        largest=tuple(_buffer(step_facts, size, kind, value) for size, kind, _, value in largest),
+        largest=tuple(_buffer(facts, size, kind, value) for size, kind, _, value in largest),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,
         temporaries={name: size / GIB for name, size in temporaries.most_common()},

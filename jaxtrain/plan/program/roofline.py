@@ -411,8 +411,8 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
     idle = schedule_of(layout).bubble
     padding_factor = layout.stages.slots / run.model.stack_length
     head = flops.head_training(run.model, run.lora, run.train)
-    layers = (linear - head + computed) * padding_factor / (1 - idle)
-    return (head + layers) * run.tokens_per_step / layout.devices
+    stack = (linear - head + computed) * padding_factor / (1 - idle)
+    return (head + stack) * run.tokens_per_step / layout.devices
 
 
 def attention_by_rank(program: Program) -> tuple[float, ...]:
