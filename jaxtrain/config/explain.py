@@ -19,7 +19,7 @@ UNDECLARED = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule o
 
 
 def explain_rows(loaded: LoadedConfig, derived: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return (key, value, origin, meaning) of every key. A value that was derived reads "asked -> derived"."""
+    """Return (key, value, origin, meaning) of every key. A value that was derived reads "requested -> derived"."""
     keys = all_keys()
     out = []
     for key, value in loaded.run.flat.items():

@@ -38,17 +38,17 @@ DELTA_CHUNK = 64  # tokens of a gated delta net that are computed together
 
 DENSE = "dense_layers"  # the name of the first layers of a model with experts, which have no experts
 STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension
-PERIOD = re.compile(r"(?<=\.)(\d+)_of_(\d+)\.")  # in a parameter's name: a layer's place in an element of the stack, a period
+LAYER_KEY = re.compile(r"(?<=\.)(\d+)_of_(\d+)\.")  # in a parameter's name: which layer of an element of the stack, a period
 
 
-def period_name(index: int, period: int) -> str:
+def layer_key(index: int, period: int) -> str:
     """Return the name of a layer in an element of the stack that has `period` layers: 0_of_4 for the first of four."""
     return f"{index}_of_{period}"
 
 
-def without_period(name: str) -> str:
+def without_layer_key(name: str) -> str:
     """Return a parameter's name as patterns in a config match it: layers.mlp.gate for layers.0_of_4.mlp.gate."""
-    return PERIOD.sub("", name, 1)
+    return LAYER_KEY.sub("", name, 1)
 
 
 BATCH_KEYS = {

@@ -35,7 +35,7 @@ def synonym_pairs(row: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 @functools.cache
-def alias_index() -> dict[str, list[str]]:
+def synonym_index() -> dict[str, list[str]]:
     """Return name of another trainer, with underscores -> jaxtrain's settings for it, each key once."""
     short = ((name, [setting]) for setting, names in other_trainers()["short"].items() for name in names.split())
     tables = (row for table in other_trainers()["tables"].values() for topic in table.values() for row in topic)
@@ -74,7 +74,7 @@ def nearest_keys(key: str, known_keys: Sequence[str]) -> list[str]:
     candidates = [*here, *similar, *(() if here else meant), *(() if here or similar else same)]
     if not candidates:
         candidates = [inside[tail] for tail in difflib.get_close_matches(last, inside, MOST)]
-        for near in difflib.get_close_matches(last, [*tails.values(), *alias_index()], MOST, 0.75):
+        for near in difflib.get_close_matches(last, [*tails.values(), *synonym_index()], MOST, 0.75):
             candidates += [*(name for name in known_keys if tails[name] == near), *_foreign_settings(near, known_keys)]
     return [setting for i, setting in enumerate(candidates) if _key(setting) not in map(_key, candidates[:i])][:MOST]
 
@@ -95,8 +95,10 @@ def nearest_key(key: str, known_keys: Sequence[str]) -> str:
 
 
 def _foreign_settings(name: str, keys: Sequence[str]) -> list[str]:
-    """Return the settings for a name of another trainer: keys of `keys`, options and commands."""
-    return [setting for setting in alias_index().get(name, ()) if setting.startswith(("-", "python")) or _key(setting) in keys]
+    """Return the settings for a name of another trainer: those among `keys`, options and commands."""
+    return [
+        setting for setting in synonym_index().get(name, ()) if setting.startswith(("-", "python")) or _key(setting) in keys
+    ]
 
 
 def _plain(name: str) -> str:

@@ -173,7 +173,7 @@ class Chunk:
     text: str
     control: int = -1  # the id of a control token
     loss: bool = False
-    position: str = "start"  # the place of text: start (of the document) | after (a control token) | inner (after other text)
+    position: str = "start"  # of text: start (of the document) | after (a control token) | inner (after other text)
     turn: str = ""  # of a control token in an assistant's turn: end (nothing but white space follows in the turn) | inside
 
 
@@ -400,13 +400,13 @@ class ChatTemplate:
         return {chunk.control for chunk in chunks if chunk.turn == "end"}
 
     def split_prompt(self, chat: Conversation) -> list[Chunk]:
-        """Return the parts of a conversation with the beginning of the assistant's answer. Raises RowError."""
+        """Return the chunks of a conversation with the beginning of the assistant's answer. Raises RowError."""
         self.check(chat)
         _, text = self._guard_conversation(chat, prompt=True)
         return self._split_text(text.replace(OPEN, "").replace(CLOSE, ""), [])
 
     def split_conversation(self, chat: Conversation, loss: str) -> tuple[str, list[Chunk]]:
-        """Return the conversation as text, and its parts: cut at control tokens and where the loss begins and ends.
+        """Return the conversation as text, and its chunks: cut at control tokens and where the loss begins and ends.
 
         No token spans a cut: the text before a turn is encoded like the prompt of a generation.
 
@@ -522,7 +522,7 @@ class ChatTemplate:
         return spans
 
     def _split_text(self, text: str, spans: list[tuple[int, int]], turns: Sequence[tuple[int, int]] = ()) -> list[Chunk]:
-        """Return the parts of a text. spans: (begin, end) of what counts in the loss. turns: those of the assistant's turns."""
+        """Return the chunks of a text. spans: (begin, end) of what counts in the loss. turns: those of the assistant."""
         chunks: list[Chunk] = []
 
         def counts(at: int) -> bool:
@@ -588,11 +588,11 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
       TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
     control, tokens, name = tokenizer.control_tokens(), special_tokens(spec), choice
-    control_texts, fitting_names = {token.text for token in control}, supported_templates(control)
+    control_texts, supported = {token.text for token in control}, supported_templates(control)
     if choice in BUILTIN_TEMPLATES:
         if missing := [text for text in BUILTIN_TEMPLATES[choice] if text not in control_texts]:
             rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
-            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fitting_names[0]}")
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={supported[0]}")
         bos = tokenizer.text_of(tokenizer.bos[-1]) if tokenizer.bos else ""
         eos = "" if tokenizer.eot is None else tokenizer.text_of(tokenizer.eot)
         tokens = {"bos_token": bos, "eos_token": eos} | {key: text for key, text in tokens.items() if text in control_texts}
@@ -602,15 +602,15 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
             source = Path(choice).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
             rule = f"is none of {', '.join(BUILTIN_TEMPLATES)}, and cannot be read as a file ({e})"
-            fix = f"give one of {', '.join(fitting_names)}, or the path of a file"
+            fix = f"give one of {', '.join(supported)}, or the path of a file"
             raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: {fix}") from e
     else:
         name, source = tokenizer_template(spec)
     if not source:
-        alternatives = f" (or {', '.join([*fitting_names[1:], 'a file of your own'])})"
+        alternatives = f" (or {', '.join([*supported[1:], 'a file of your own'])})"
         raise TokenizerError(
             f"tokenizer {spec!r}: has no chat template (neither chat_template.jinja nor a `chat_template` in "
-            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={fitting_names[0]}{alternatives}"
+            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={supported[0]}{alternatives}"
         )
     return ChatTemplate(name, source, tokens, control, date)
 

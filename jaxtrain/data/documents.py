@@ -54,7 +54,7 @@ class Report:
 
     Attributes:
       bad: number of bad lines.
-      lines: (place, line, reason) of the first MAX_SHOWN bad lines.
+      lines: (location, line, reason) of the first MAX_SHOWN bad lines.
       notes: what is not used -> number of rows.
     """
 

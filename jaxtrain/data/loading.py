@@ -75,10 +75,10 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     the data.
     """
     epochs, data, steps = run.train.epochs, run.data, run.train.steps
-    ramp_problems = parse_ramp(run.train.batch_ramp, run.train.global_batch)[1]
+    ramp_problem = parse_ramp(run.train.batch_ramp, run.train.global_batch)[1]
     sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
     sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
-    if not epochs > 0 or ramp_problems or any(all_keys()[name].out_of_range(value) for name, value in sizes.items()):
+    if not epochs > 0 or ramp_problem or any(all_keys()[name].out_of_range(value) for name, value in sizes.items()):
         return run, [], []
     from jaxtrain.data import opening  # imports numpy, which --help must not wait for
 

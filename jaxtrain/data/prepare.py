@@ -57,14 +57,14 @@ class PrepareFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """The input and options of a token file. Equal jobs and equal parts of the input give equal files.
+    """The input and options of a token file. Equal jobs and equal shards of the input give equal files.
 
     Attributes:
       text_key: a column, or several with commas between. `separator` joins their texts.
       validation: fraction of the documents that are written to NAME.val.tok instead of NAME.tok.
       chat: rows are conversations, or pairs of conversations with `preference`. A template writes them as text.
-      chat_template: a name in template.BUILTIN_TEMPLATES, or a file; "": the tokenizer's own template.
-      loss: the tokens of conversations that count in the loss (template.LOSSES).
+      chat_template: a name in chat_template.BUILTIN_TEMPLATES, or a file; "": the tokenizer's own template.
+      loss: the tokens of conversations that count in the loss (chat_template.LOSSES).
       preference: rows are pairs, whose members are documents 2i (chosen) and 2i + 1 (rejected).
       date: today's date, for templates that use it.
     """
@@ -164,9 +164,8 @@ def prepare_corpus(
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
     tok, rows = job.load()
     if lost := tokenizers.find_missing_tokens(job.tokenizer):
-        shown = ", ".join(lost[: documents.MAX_SHOWN]) + f" and {len(lost) - documents.MAX_SHOWN} more" * (
-            len(lost) > documents.MAX_SHOWN
-        )
+        more = len(lost) - documents.MAX_SHOWN
+        shown = ", ".join(lost[: documents.MAX_SHOWN]) + f" and {more} more" * (more > 0)
         say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {shown}")
     template: ChatTemplate | None = getattr(rows, "template", None)
     if template:
@@ -324,7 +323,7 @@ def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: PrepareJ
 
 
 def group_cuts(cuts: list[Cut], shard_bytes: int) -> list[Shard]:
-    """Return the cuts in parts, small cuts joined up to `shard_bytes`. Each file of a data set is a part by itself."""
+    """Return the cuts in shards, small cuts joined up to `shard_bytes`. Each file of a data set is a shard by itself."""
     shards: list[list[Cut]] = []
     size = 0
     for cut in cuts:
@@ -341,7 +340,7 @@ def group_cuts(cuts: list[Cut], shard_bytes: int) -> list[Shard]:
 
 @contextlib.contextmanager
 def shards_folder(output: Path) -> Iterator[Path]:
-    """Yield the folder for the finished parts of an output, locked for this process. After an error the parts are kept.
+    """Yield the folder for the finished shards of an output, locked for this process. After an error they are kept.
 
     Raises TokenFileError if another process writes the parts.
     """
@@ -378,7 +377,7 @@ class Task(NamedTuple):
         return sum(cut.size for cut in self.shard)
 
     def load_report(self) -> Report | None:
-        """Return what an earlier run has found in the part; None: it is missing or changed."""
+        """Return what an earlier run has found in the shard; None: it is missing or changed."""
         try:
             files = [TokenFile.open(path) for path in self.files]
             recipes = [file.header["made"] for file in files]
@@ -459,7 +458,7 @@ def make_control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str
 
 
 def make_shard(task: Task, counters: Any) -> Report:
-    """Write the token files of a part, with what was found in their headers. Return what was found.
+    """Write the token files of a shard, with what was found in their headers. Return what was found.
 
     If there are bad lines that are not to be skipped, no file is written. counters: bytes read and tokens made so far, by all
     parts; this part is added.
@@ -593,9 +592,9 @@ def make_all_shards(tasks: list[Task], folder: Path, processes: int, say: Say) -
 def describe_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
     """Return bad lines with their reasons. Lines of one place with the same reason are one entry."""
     numbers: dict[tuple[str, str], list[str]] = {}
-    for path, number, reason in lines:
-        numbers.setdefault((path, reason), []).append(str(number))
-    return [f"{path}:{', '.join(line_numbers)}: {reason}" for (path, reason), line_numbers in numbers.items()]
+    for location, number, reason in lines:
+        numbers.setdefault((location, reason), []).append(str(number))
+    return [f"{location}:{', '.join(line_numbers)}: {reason}" for (location, reason), line_numbers in numbers.items()]
 
 
 def describe_notes(notes: collections.Counter[str]) -> list[str]:

@@ -55,7 +55,7 @@ class Piece:
       text: the text. Each member of a pair has the text of both members, so that --validation puts both into one file.
       num_bytes: UTF-8 bytes of the text, without control tokens and without the other member of a pair.
       end: whether the document ends with this piece.
-      chunks: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
+      chunks: those of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
       notes: what of the row is not used, though the model learns nothing else without it.
     """
 
@@ -128,12 +128,12 @@ class PreferenceRows:
         self.bos = bos
 
     def columns(self, names: list[str]) -> list[str]:
-        if not {*PAIR_KEYS} <= {*names}:
+        if not {*PAIR_MEMBERS} <= {*names}:
             raise RowError(f"no pair in its columns {', '.join(names)}. {PAIRS}")
         return [name for name in names if name in COLUMNS]
 
     def pieces(self, row: dict[str, Any]) -> list[Piece]:
-        if any(row.get(key) is None for key in PAIR_KEYS):
+        if any(row.get(key) is None for key in PAIR_MEMBERS):
             raise RowError(f"not a pair (has: {shown_keys(row)}). {PAIRS}")
         if self.template is None:
             (chosen, rejected), notes = self._texts(row)
@@ -149,10 +149,10 @@ class PreferenceRows:
     def _texts(self, row: dict[str, Any]) -> tuple[list[tuple[str, list[Chunk]]], tuple[str, ...]]:
         """Return (text, parts) of both members of a pair of texts, and notes."""
         remaining = non_null_fields(row)
-        list_keys = [name for name in ("prompt", *PAIR_KEYS) if isinstance(remaining.get(name), list | dict)]
+        list_keys = [name for name in ("prompt", *PAIR_MEMBERS) if isinstance(remaining.get(name), list | dict)]
         if refused := [name for name in (*list_keys, *PROMPT_KEYS[1:], "history", *TEMPLATE_COLUMNS) if remaining.get(name)]:
             raise RowError(f"the row has {refused[0]!r}, which a chat template writes. Fix: give --chat too")
-        chosen, rejected = (_check_text(remaining.pop(name), repr(name)) for name in PAIR_KEYS)
+        chosen, rejected = (_check_text(remaining.pop(name), repr(name)) for name in PAIR_MEMBERS)
         prompt = prompt_text = _check_text(remaining.pop("prompt", ""), "'prompt'")
         _refuse_other_questions(remaining, [_make_message("user", prompt_text)] if prompt_text else [])
         if not prompt:
@@ -180,7 +180,7 @@ def _make_piece(text: str, chunks: Sequence[Chunk], notes: tuple[str, ...] = ())
 
 
 Rows = TextRows | ChatRows | PreferenceRows
-PAIR_KEYS = ("chosen", "rejected")
+PAIR_MEMBERS = ("chosen", "rejected")
 PAIRS = (
     "A pair is `prompt`, `chosen` and `rejected`, texts or lists of messages; or `chosen` and `rejected` alone, which then "
     "begin with the same prompt"
@@ -262,7 +262,7 @@ def parse_pair(row: Mapping[str, Any]) -> list[Conversation]:
     """Return the conversations of a row with `chosen` and `rejected`. Raises RowError."""
     remaining = non_null_fields(row)
     value, question_key = remaining.get("prompt"), next((key for key in PROMPT_KEYS if key in remaining), None)
-    answers = {key: _to_messages(remaining.pop(key, None), key, "assistant") for key in PAIR_KEYS}
+    answers = {key: _to_messages(remaining.pop(key, None), key, "assistant") for key in PAIR_MEMBERS}
     if all(messages and messages[0]["role"] != "assistant" for messages in answers.values()) and not isinstance(value, list):
         prompt, *completions = _shared_messages(*answers.values())
         if isinstance(value, str) and not any(message["content"].strip() == value.strip() for message in prompt):
@@ -405,7 +405,7 @@ def parse_question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     A row may also have a `prompt` alone, as text or messages, or be a pair: then the chosen answer is the reference. Raises
     RowError.
     """
-    if {*PAIR_KEYS} <= row.keys():
+    if {*PAIR_MEMBERS} <= row.keys():
         chat = parse_pair(row)[0]
     elif conversation_key(row) is None and row.get("prompt"):
         chat = parse_conversation({**row, "messages": _to_messages(row["prompt"], "prompt", "user")})

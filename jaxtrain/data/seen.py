@@ -177,7 +177,7 @@ class History:
             rows.append(BatchRow(row, source, number, within // windows.windows + 1, document_spans))
         return rows
 
-    def _read_rows(self, stretch: DataStretch, source: int, until: int) -> range:
+    def _rows_read(self, stretch: DataStretch, source: int, until: int) -> range:
         """Return the rows of a source, counted from the run's start, that the stretch's steps up to `until` read or skip."""
         last = min(stretch.last, until)
         if last < stretch.first:
@@ -188,8 +188,8 @@ class History:
         return range(before // T, mixture.phase_of(end - 1).read_before(end, T)[source] // T)
 
     def count_rows(self, source: int, until: int | None = None) -> int:
-        """Return the number of rows of a source that `find_readings`, or `read_ranges` with `until`, goes through."""
-        return sum(len(self._read_rows(each, source, each.last if until is None else until)) for each in self.stretches)
+        """Return the number of rows of a source that `find_readings`, or `ranges_read` with `until`, goes through."""
+        return sum(len(self._rows_read(each, source, each.last if until is None else until)) for each in self.stretches)
 
     def _sequence_numbers(
         self, stretch: DataStretch, source: int, until: int, progress: Progress
@@ -200,7 +200,7 @@ class History:
         for first, last in stretch.skipped:
             source_R, within_R = mixture.sources_of(np.arange(first, last))
             skipped.append(within_R[source_R == source])
-        read = self._read_rows(stretch, source, until)
+        read = self._rows_read(stretch, source, until)
         for begin in range(read.start, read.stop, ROWS):
             within = np.setdiff1d(np.arange(begin, min(begin + ROWS, read.stop)), np.concatenate(skipped), assume_unique=True)
             yield within, window_numbers(stretch.data.seed, source, windows.windows, within)
@@ -232,13 +232,13 @@ class History:
                             range_readings.append(reading)
         return [sorted(range_readings, key=lambda reading: (reading.step, reading.row)) for range_readings in readings]
 
-    def read_ranges(self, source: int, until: int, progress: Progress = lambda n: None) -> tuple[np.ndarray, np.ndarray]:
+    def ranges_read(self, source: int, until: int, progress: Progress = lambda n: None) -> tuple[np.ndarray, np.ndarray]:
         """Return (first, last) of the ranges of a source's tokens that steps 1 to `until` read, ascending and not adjacent."""
         begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for stretch in self.stretches:
             windows = self._open(source, stretch.data)
             read, n = np.zeros(windows.windows, bool), windows.windows
-            indices = self._read_rows(stretch, source, until)
+            indices = self._rows_read(stretch, source, until)
             if indices.stop // n > -(-indices.start // n) and not stretch.skipped:  # a whole epoch
                 read[:] = True
                 progress(len(indices))
@@ -337,7 +337,7 @@ def measure_overlap(
     likely[held_out_grams & LOW] = True
     hit, equal = np.zeros(len(held_out_grams) + 1, bool), np.zeros(len(held_out_hashes) + 1, bool)
     for k in range(len(history.sources)):
-        file, ranges = history.file(k), history.read_ranges(k, until, progress)
+        file, ranges = history.file(k), history.ranges_read(k, until, progress)
         for chunk, bounds, read in _read_pieces(file, *ranges, ngram, progress):
             chunk_grams = _ngram_hashes(chunk, ngram)
             chunk_grams = chunk_grams[(read[ngram:] - read[:-ngram] == ngram) & likely[chunk_grams & LOW]]

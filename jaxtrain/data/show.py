@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.config.numbers import plural
 from jaxtrain.config.schema import Data
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
@@ -13,10 +14,6 @@ from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 ROW_TOKENS = 1 << 20  # tokens of the rows that are built at a time
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def describe(path: Path, header: dict) -> str:

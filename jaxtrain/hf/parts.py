@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.config.shapes import DENSE, STACK, period_name
+from jaxtrain.config.shapes import DENSE, STACK, layer_key
 from jaxtrain.hf.importing import Origin
 from jaxtrain.hf.model import logits_program, place_model, read_params, segment_positions, with_precision, with_row_length
 from jaxtrain.hf.names import HEAD, PREFIX, Entry, model_entries
@@ -231,7 +231,7 @@ def model_sections(model: schema.Model, chunk: int) -> Iterator[ModelSection]:
         dense, kind = (index, 0) if stack == DENSE else (None, kinds[index])
         element, position = divmod(index, model.period)
         prefix, element = (STACK, element) if dense is None else (f"{stack}.{index}", 0)
-        prefix += f".{period_name(position, model.period)}" if model.period > 1 else ""
+        prefix += f".{layer_key(position, model.period)}" if model.period > 1 else ""
         mixer = f"{prefix}.attention", f"{prefix}.delta"
         yield ModelSection(f"layer {i}, attention", mixer, element, once(attention, dense, position, kind))
         yield ModelSection(f"layer {i}, mlp", (f"{prefix}.mlp",), element, once(feed_forward, dense, position))

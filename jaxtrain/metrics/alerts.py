@@ -120,7 +120,7 @@ class GpuAlerts:
 
 
 class MfuAlert:
-    """Warns when the MFU of a run falls below LOW of the lowest expected MFU.
+    """Warns when the MFU of a run falls below THRESHOLD of the lowest expected MFU.
 
     Measured and expected MFU count the same FLOPs, so their ratio is the inverse ratio of the step times. The measured step
     time is the median of the last LINES lines, so that a single slow line causes no warning.
@@ -130,7 +130,7 @@ class MfuAlert:
     """
 
     LINES = 8
-    LOW = 0.8  # of the lowest expected MFU
+    THRESHOLD = 0.8  # of the lowest expected MFU
     BACK = 1.02  # times the threshold: an MFU above it ends the condition
 
     def __init__(self, longest_s: float | None):
@@ -147,15 +147,15 @@ class MfuAlert:
             return None
         middle = statistics.median(self._steps)
         reached = self._longest / middle
-        if not self._low and reached < self.LOW:
+        if not self._low and reached < self.THRESHOLD:
             self._low = True
             return (
-                f"MFU is {reached:.0%} of the lowest expected, below {self.LOW:.0%}: {middle:.3g} s a step, "
+                f"MFU is {reached:.0%} of the lowest expected, below {self.THRESHOLD:.0%}: {middle:.3g} s a step, "
                 f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
                 f"GPUs. kill -USR2 {os.getpid()} records a trace; "
                 f"{to_run_sh('python -m jaxtrain profile RUN')} divides its time."
             )
-        if self._low and reached >= self.BACK * self.LOW:
+        if self._low and reached >= self.BACK * self.THRESHOLD:
             self._low = False
             return f"MFU is back at {reached:.0%} of the lowest expected: {middle:.3g} s a step"
         return None

@@ -283,8 +283,8 @@ def load_receipt(path: Path) -> dict[str, Any]:
         if receipt["format"] != FORMAT:
             fix = "Fix: use the version that wrote it, or move the file away and resume, which writes another."
             raise ReceiptError(f"{path}: format {receipt['format']!r}, this jaxtrain reads {FORMAT}. {fix}")
-        for entry in (receipt, *receipt["attempts"]):
-            if bad_fields := [name for name in OBJECTS if not isinstance(entry.get(name) or {}, dict)]:
+        for attempt in (receipt, *receipt["attempts"]):
+            if bad_fields := [name for name in OBJECTS if not isinstance(attempt.get(name) or {}, dict)]:
                 raise TypeError(f"{bad_fields[0]} is no object")
     except ReceiptError:
         raise

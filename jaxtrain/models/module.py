@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.shapes import PERIOD
+from jaxtrain.config.shapes import LAYER_KEY
 from jaxtrain.models.stored import Encoded, StoredWeight
 from jaxtrain.sharding import Axes, Placement
 
@@ -112,7 +112,7 @@ class Definition:
     @property
     def period(self) -> int:
         """Return the number of layers in one element of the stack."""
-        matches = (PERIOD.search(name) for name in jax.tree.leaves(leaf_names(self.weights)))
+        matches = (LAYER_KEY.search(name) for name in jax.tree.leaves(leaf_names(self.weights)))
         return max((int(match[2]) for match in matches if match), default=1)
 
     def specs(self, placement: Placement) -> Params:

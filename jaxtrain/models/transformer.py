@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import DELTA, Model
-from jaxtrain.config.shapes import period_name
+from jaxtrain.config.shapes import layer_key
 from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE
@@ -156,12 +156,12 @@ class Period(nnx.Module):
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
         self.kinds, self.count = layer_kinds(model)[: model.period], model.period
         for i, letter in enumerate(model.attention_pattern):
-            setattr(self, period_name(i, model.period), Block(model, kernel, ctx, rngs, delta=letter == DELTA))
+            setattr(self, layer_key(i, model.period), Block(model, kernel, ctx, rngs, delta=letter == DELTA))
 
     @property
     def layers(self) -> list[tuple[Block, int]]:
         """Return the layers in order, each with its kind."""
-        return [(getattr(self, period_name(i, self.count)), kind) for i, kind in enumerate(self.kinds)]
+        return [(getattr(self, layer_key(i, self.count)), kind) for i, kind in enumerate(self.kinds)]
 
 
 class DenseLayers(nnx.Module):

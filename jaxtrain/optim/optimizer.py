@@ -14,7 +14,7 @@ import optax
 
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.config.shapes import DENSE, STACK, is_vector, without_period
+from jaxtrain.config.shapes import DENSE, STACK, is_vector, without_layer_key
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
@@ -114,7 +114,7 @@ def check_groups(optimizer: schema.Optimizer, axes: Any) -> None:
 
 
 def _param_name(path: Any) -> str:
-    return without_period(".".join(str(k.key) for k in path))
+    return without_layer_key(".".join(str(k.key) for k in path))
 
 
 def _leaf_at(tree: Any, path: Any) -> Any:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.config.numbers import plural
 from jaxtrain.data import seen
 from jaxtrain.data.seen import BatchRow, History, SeenError
-from jaxtrain.data.show import load_file_tokenizer, plural, render_tokens
+from jaxtrain.data.show import load_file_tokenizer, render_tokens
 from jaxtrain.data.tokenfile import TokenFile
 
 SHOWN = 50  # steps of a document, and documents with a text, that are listed

@@ -32,8 +32,14 @@ def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:
     from jax._src import distributed  # its state has no public name
 
     state: Any = distributed.global_state
-    pairs = [(str(dataclasses.replace(problem, remedy="")).rstrip(". "), problem.remedy) for problem in problems]
-    view = {"who": this_process(), "kind": devices.kind, "count": devices.node, "source": devices.source, "problems": pairs}
+    problem_texts = [(str(dataclasses.replace(problem, remedy="")).rstrip(". "), problem.remedy) for problem in problems]
+    view = {
+        "who": this_process(),
+        "kind": devices.kind,
+        "count": devices.node,
+        "source": devices.source,
+        "problems": problem_texts,
+    }
     silent, view_texts = 0, []
     try:
         state.client.key_value_set(f"jaxtrain/agree/{state.process_id}", json.dumps(view))

@@ -12,4 +12,4 @@ from jaxtrain.runtime.cluster import FIELDS, Cluster, all_devices, detect
 from jaxtrain.runtime.peers import PeerLost, Peers, leave
 from jaxtrain.runtime.service import ClusterError, connect
 
-__all__ = ["FIELDS", "Cluster", "ClusterError", "PeerLost", "Peers", "agree", "all_devices", "detect", "leave", "connect"]
+__all__ = ["FIELDS", "Cluster", "ClusterError", "PeerLost", "Peers", "agree", "all_devices", "connect", "detect", "leave"]

@@ -244,11 +244,10 @@ class Peers:
                 dead = [i for i in everyone if i not in live and i not in departed]
                 if dead and not self._ending.is_set():
                     names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{process_list(dead)} are"
-                    states = progress.describe_states(
-                        progress.process_states(self.read_progress(), self.present(), dead), self.name
-                    )
+                    states = progress.process_states(self.read_progress(), self.present(), dead)
+                    status = progress.describe_states(states, self.name)
                     lost = f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s"
-                    self._append("failed", "; ".join(filter(None, (lost, states))))  # in the news, so all name the same one
+                    self._append("failed", "; ".join(filter(None, (lost, status))))  # in the news, so all name the same one
                     return
             except RuntimeError:
                 continue

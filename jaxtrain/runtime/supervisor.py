@@ -123,9 +123,9 @@ class Signals:
         return code if code >= 0 else 128 - code
 
 
-def pause_s(first_s: int, number: int) -> int:
-    """Return the seconds before a restart. first_s: those before the first in a row; number: its number in the row, from 1."""
-    return max(first_s, min(first_s * 2 ** (number - 1), LONGEST_PAUSE_S))
+def pause_s(first_s: int, streak: int) -> int:
+    """Return the seconds before a restart. first_s: those before the first in a row; streak: its number in the row, from 1."""
+    return max(first_s, min(first_s * 2 ** (streak - 1), LONGEST_PAUSE_S))
 
 
 def explain_exit(code: int) -> tuple[int, str]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.schema import Moe
-from jaxtrain.config.shapes import EXPERT_METRICS, MTP, PERIOD
+from jaxtrain.config.shapes import EXPERT_METRICS, LAYER_KEY, MTP
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.models.module import Params, replace_leaves, select_leaves
 
@@ -78,7 +78,7 @@ class Balance:
 
         def move_bias(path: Any, bias: jax.Array) -> jax.Array:
             if path[0].key != MTP:
-                within = PERIOD.search(dotted(path))
+                within = LAYER_KEY.search(dotted(path))
                 return bias + steps[int(within[1]) if within else 0].astype(bias.dtype)
             row = self._stacked_layers + int(path[1].key)  # of mtp.0.block.mlp.router_bias
             return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, split_items
-from jaxtrain.config.shapes import MTP, without_period
+from jaxtrain.config.shapes import MTP, without_layer_key
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import EQUATIONS, LoraSpec, is_adapter
@@ -92,7 +92,7 @@ def fp8_weights(precision: str, exclude: str, definition: Definition) -> Params:
     With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
-    name_tree = jax.tree.map(without_period, leaf_names(definition.dots))
+    name_tree = jax.tree.map(without_layer_key, leaf_names(definition.dots))
     multiplied = [name for name, dot in zip(*map(jax.tree.leaves, (name_tree, definition.dots)), strict=True) if dot]
     chosen, problems = fp8_weight_names(precision, exclude, [*dict.fromkeys(multiplied)])
     if problems:
@@ -107,7 +107,7 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """
-    name_tree = jax.tree.map(without_period, leaf_names(definition.abstract))
+    name_tree = jax.tree.map(without_layer_key, leaf_names(definition.abstract))
     parameter_names = [*dict.fromkeys(jax.tree.leaves(name_tree))]
     if lora.rank:
         adapted = {

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import ConfigError, Model, Moe, Optimizer, Problem, RunConfig, Train, own_settings, split_items
-from jaxtrain.config.shapes import EXPERT_METRICS, STACK, without_period
+from jaxtrain.config.shapes import EXPERT_METRICS, STACK, without_layer_key
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, element_kinds
@@ -127,7 +127,7 @@ class Program:
 
 def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
-    name_tree = jax.tree.map(without_period, leaf_names(definition.abstract))
+    name_tree = jax.tree.map(without_layer_key, leaf_names(definition.abstract))
     bias_mask = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), name_tree)
     return Balance(moe, model.num_experts, layout.stages.order, bias_mask, model.mtp_layers, model.period)
 

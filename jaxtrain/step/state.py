@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import digests
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import ConfigError, Problem
-from jaxtrain.config.shapes import PERIOD, period_name, without_period
+from jaxtrain.config.shapes import LAYER_KEY, layer_key, without_layer_key
 from jaxtrain.models.module import Definition, Params, is_stacked, replace_leaves, select_leaves
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import Placement, replicated
@@ -191,9 +191,9 @@ def is_moment(path: Any) -> bool:
 
 def layer_name(name: str, element: int) -> str:
     """Return the name of a stacked array in one element of the stack. It has the number of the model's layer."""
-    within = PERIOD.search(name)
+    within = LAYER_KEY.search(name)
     layer = element * int(within[2]) + int(within[1]) if within else element
-    return without_period(name).replace(".layers.", f".layers.{layer}.", 1)
+    return without_layer_key(name).replace(".layers.", f".layers.{layer}.", 1)
 
 
 def split_layer(name: str, period: int) -> tuple[str, int | None]:
@@ -205,7 +205,7 @@ def split_layer(name: str, period: int) -> tuple[str, int | None]:
     if not match:
         return name, None
     element, index = divmod(int(match[2]), period)
-    within = f".{period_name(index, period)}" if period > 1 else ""
+    within = f".{layer_key(index, period)}" if period > 1 else ""
     return match[1] + within + name[match.end() - 1 :], element
 
 

@@ -123,7 +123,7 @@ def test_held_out_documents_in_what_was_read(folder, tmp_path, chat, keys, until
     held_out += [[1, 2, 3], held_out[4][:3] + [7] * 9 + held_out[5], [5]]
     path = write_file(tmp_path / "held.tok", held_out, loss=chat, vocab_size=1 << 20)
     result = seen.measure_overlap(history, TokenFile.open(path), until, ngram=4)
-    covered = [{i for a, b in zip(*history.read_ranges(k, until), strict=True) for i in range(a, b)} for k in range(3)]
+    covered = [{i for a, b in zip(*history.ranges_read(k, until), strict=True) for i in range(a, b)} for k in range(3)]
     sequences = [tokens for step in range(1, until + 1) for tokens in record[step]]
     inputs = set().union(*sequences)
     read = {token for file, places in zip(files, covered, strict=True) for token in file.tokens[:][sorted(places)].tolist()} - {

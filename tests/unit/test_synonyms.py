@@ -10,7 +10,7 @@ from jaxtrain import main
 from jaxtrain.commands.command import read_line
 from jaxtrain.config import launch
 from jaxtrain.config.schema import all_keys, default_config, flatten
-from jaxtrain.config.synonyms import MOST, alias_index, nearest_keys, other_trainers, synonym_pairs
+from jaxtrain.config.synonyms import MOST, nearest_keys, other_trainers, synonym_index, synonym_pairs
 from jaxtrain.data import loading
 
 REPO = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_a_name_of_a_row_is_answered_with_its_own_settings(name, answers):
 
 
 def test_only_a_wrong_key_reads_the_data():
-    alias_index.cache_clear()
+    synonym_index.cache_clear()
     other_trainers.cache_clear()
     for option, reads in (("--config.train.steps=3", 0), ("--config.train.setps=3", 1)):
         assert len(loading.load_config([f"--config={REPO}/configs/tiny.py", option]).problems) == reads

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtrain.config.layout import Layout, StepDtypes
 from jaxtrain.config.numbers import GB_PER_GIB
 from jaxtrain.config.schema import MESH_AXES, Remat, Sharding, Train
-from jaxtrain.config.shapes import without_period
+from jaxtrain.config.shapes import without_layer_key
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
@@ -262,7 +262,7 @@ def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
     # Forward, gradient of x, gradient of a trained weight. The first layer's x has none if nothing before it is trained.
     expected = sum(2 + trains for trains in trained)
     if has_uneven_experts(run.model, run.moe, run.mesh):
-        expected -= sum(trains for path, trains in paired if without_period(".".join(key.key for key in path)) in EXPERTS)
+        expected -= sum(trains for path, trains in paired if without_layer_key(".".join(key.key for key in path)) in EXPERTS)
     least = expected - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:
         yield (

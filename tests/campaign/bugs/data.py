@@ -6,8 +6,8 @@ BUGS = (
     Bug(
         "prepare: a hint stands beside each of many bad lines",
         "jaxtrain/data/prepare.py",
-        "numbers.setdefault((path, reason), []).append(str(number))",
-        "numbers.setdefault((path, reason + ' ' * len(numbers)), []).append(str(number))",
+        "numbers.setdefault((location, reason), []).append(str(number))",
+        "numbers.setdefault((location, reason + ' ' * len(numbers)), []).append(str(number))",
         "unit/test_data_prepare.py -k one_reason",
     ),
     Bug(

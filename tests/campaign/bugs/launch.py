@@ -30,8 +30,8 @@ BUGS = (
     Bug(
         "launch: the pause is not doubled",
         SUPERVISOR,
-        "first_s * 2 ** (number - 1)",
-        "first_s + 2 * (number - 1)",
+        "first_s * 2 ** (streak - 1)",
+        "first_s + 2 * (streak - 1)",
         f"{UNIT} -k pauses",
     ),
     Bug(
