@@ -24,7 +24,7 @@ from jaxtrain.report.tables import Table, data_frame, text_table
 from jaxtrain.step.program import build_program
 
 COLUMNS = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes",
-           "replicas", "copies", "held_bytes", "saved")  # fmt: skip
+           "replicas", "copies", "device_bytes", "saved")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

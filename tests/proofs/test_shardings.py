@@ -320,5 +320,7 @@ def test_a_pytree_of_arrays_has_a_table():
     assert found["layer.w"].type == "f32[8@fsdp, 6@tensor]" and found["layer.w"].bytes_per_device == 2 * 3 * 4
     assert found["step"].type == "i32[]" and found["layer.w"].replicas == 1
     assert jaxtrain.shardings({"w": placed})["w"].type == found["layer.w"].type
+    frame = found.to_pandas()
+    assert frame["device_bytes"].tolist() == [2 * 3 * 4, 4] and frame["name"].tolist() == ["layer.w", "step"]
     with pytest.raises(TypeError, match="x"):
         tree_shardings({"x": np.zeros(3)})
