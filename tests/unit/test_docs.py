@@ -201,6 +201,13 @@ def test_generated_pages_are_up_to_date(page: Path, text: Any, monkeypatch: pyte
     assert page.read_text() == text()
 
 
+def test_the_readme_counts_the_model_types_as_their_page_does():
+    page = model_types.PAGE.read_text()
+    (read, every), *_ = re.findall(r"(\d+) of the (\d+) decoder types", (REPO / "README.md").read_text())
+    (accepted, refused), *_ = re.findall(r"(\d+) are accepted, and (\d+) are refused", page)
+    assert (int(read), int(every)) == (int(accepted), int(accepted) + int(refused))
+
+
 # Pages that are made from the code, and those for contributors
 REFERENCE = {"config.md", "commands.md", "modules.md", "coming_from.md", "presets.md", "migration.md"}
 NOT_OF_USERS = REFERENCE | {"architecture.md", "step.md", "testing.md"}
