@@ -7,8 +7,8 @@ from flax import nnx
 
 from jaxtrain.models.families import gemma2, llama
 from jaxtrain.models.hf_tensors import HfTensor
-from jaxtrain.models.module import constant, param
-from jaxtrain.models.transformer import Transformer
+from jaxtrain.models.module import constant, param, stack
+from jaxtrain.models.transformer import Block, Transformer
 
 
 class More(Transformer):
@@ -27,6 +27,24 @@ class Subclass(Transformer):
     """A model of a class of its own."""
 
 
+class WrappedBlock(nnx.Module):
+    """A block that is no subclass of `Block`."""
+
+    def __init__(self, *parts: Any):
+        self.block = Block(*parts)
+
+    def __call__(self, *call: Any) -> Any:
+        return self.block(*call)
+
+
+class Wrapped(Transformer):
+    """A model whose blocks are of a class of its own."""
+
+    def __init__(self, model: Any, kernel: Any, remat: Any, ctx: Any, rngs: nnx.Rngs):
+        super().__init__(model, kernel, remat, ctx, rngs)
+        self.layers = stack(lambda r: WrappedBlock(model, kernel, ctx, r), model.num_layers, rngs)
+
+
 def _family(model: type[Transformer], **more: Any) -> Any:
     return type("Family", (), {"build": staticmethod(model), **more})
 
@@ -41,6 +59,7 @@ def _with_down(ours: str, theirs: str) -> Any:
 
 like_llama = _family(Transformer, FORMAT=llama.FORMAT)
 bare = _family(More)
+wrapped = _family(Wrapped)
 subclass = _family(Subclass, FORMAT=llama.FORMAT)
 gelu = _family(Transformer, STRUCTURE=gemma2.STRUCTURE)
 not_all = _family(More, FORMAT=llama.FORMAT)

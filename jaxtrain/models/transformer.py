@@ -351,7 +351,7 @@ class Transformer(nnx.Module):
         self, carry: Carry, element: Block | Period, shared: Shared, kind: Kind, kv: Any
     ) -> tuple[Carry, Any]:
         """Run one element of the stack over its cached arrays."""
-        if isinstance(element, Block):
+        if not isinstance(element, Period):  # a family's own block need not be a Block
             return self.layer_with_cache(carry, element, shared, kind, kv)
         cached = []
         for (block, layer_kind), old in zip(element.layers, kv, strict=True):

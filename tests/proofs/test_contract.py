@@ -1,7 +1,7 @@
 """The contract of families, losses, optimizers and sources: properties that a part needs for correct training.
 
 `./run.sh test --part=model.family=package.module:name` runs all contract tests on your own part, and nothing else. The default
-suite tests jaxtrain's own losses, optimizers and sources, and one family; a campaign tests all families.
+suite tests jaxtrain's own losses, optimizers and sources, one family, and one from outside; a campaign tests all families.
 """
 
 import dataclasses
@@ -141,7 +141,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     key = KINDS[metafunc.function.__name__.split("_")[1]]
     given = metafunc.config.getoption("part")
-    names = PARTS[key] if key != "model.family" or ledger.is_campaign(metafunc.config) else ("gemma3",)
+    names = PARTS[key]
+    if key == "model.family":
+        names = (*(names if ledger.is_campaign(metafunc.config) else ("gemma3",)), "own_families:wrapped")
     if given:
         names = [given[1]] if given[0] == key else []
     metafunc.parametrize("part", [(key, name) for name in names], ids=lambda part: part[1])
