@@ -259,6 +259,19 @@ supervise() { # supervise ARGUMENTS: preflight, attempts and restarts of trainin
 
 # --- The command line ------------------------------------------------------------------------------------------------------
 
+takes() { # takes ALLOWED COMMAND [ARGUMENTS]: helps if asked to, and refuses arguments other than ALLOWED
+  local allowed=$1 command=$2
+  shift 2
+  case $* in
+    '' | "$allowed") ;;
+    --help | -h)
+      usage
+      exit
+      ;;
+    *) fail 2 "$command $*: it takes ${allowed:-no arguments}. Fix: ./run.sh $command${allowed:+ $allowed}" ;;
+  esac
+}
+
 export JAXTRAIN_COMMAND_PREFIX # as help and error messages write a command
 JAXTRAIN_COMMAND_PREFIX=$(printf %q "$([[ $0 == */* ]] || echo ./)$0")
 
@@ -279,6 +292,7 @@ case ${1-} in
     supervise "$@"
     ;;
   setup)
+    takes '' "$@"
     prepare -
     say "ready: $venv"
     ;;
@@ -290,6 +304,7 @@ case ${1-} in
     start -m pytest "$@"
     ;;
   lint)
+    takes '' "$@"
     prepare dev
     cd "$root"
     (start -m ruff check .)
@@ -304,8 +319,8 @@ case ${1-} in
     start -m jupyterlab "$@"
     ;;
   docs)
+    takes --serve "$@"
     shift
-    if [[ $# -gt 0 && $* != --serve ]]; then fail 2 "docs $*: it takes --serve alone. Fix: ./run.sh docs --serve"; fi
     prepare docs
     cd "$root"
     [[ -n ${JAXTRAIN_DRY_RUN-} ]] || rm -rf build/docs # a page that was deleted would stay

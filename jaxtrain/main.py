@@ -158,9 +158,11 @@ def load_bundle(bundle: Path, loaded: launch.LoadedConfig) -> launch.LoadedConfi
         tree = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"holds no bundle.json with a config ({error})"
-        problem = launch.Problem(
-            "--replay", str(bundle), rule, "Name the folder that the run's log names, WORKDIR/replay/step-N."
-        )
+        if isinstance(error, FileNotFoundError):
+            rule = "holds no bundle.json: a run writes one for each step that it skips, into WORKDIR/replay/step-N"
+        kept = [file.parent for near in (bundle, bundle / "replay", bundle.parent) for file in near.glob("*/bundle.json")]
+        remedy = f"Fix: --replay={kept[0]}" if kept else "Name the folder that the run's log names."
+        problem = launch.Problem("--replay", str(bundle), rule, remedy)
         return dataclasses.replace(loaded, problems=[problem], file_read=False)
     config = ml_collections.ConfigDict(tree)
     problems = [p for key, text in loaded.launch.overrides for p in launch.apply_override(config, key, text)]

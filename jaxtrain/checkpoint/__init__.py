@@ -53,10 +53,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[Checkpoints, int, flo
     checkpoints = Checkpoints(folder_in(text))
     step = checkpoints.latest()
     if step is None:
-        raise CheckpointError(
-            f"{text}: no complete checkpoint in {checkpoints.directory}. Name a run's folder, its checkpoints folder, or "
-            "one checkpoints/STEP."
-        )
+        raise CheckpointError(f"{text}: no complete checkpoint in {checkpoints.directory}. {stores.NAME_WEIGHTS}")
     if checkpoints.meta(step).get("config", {}).get("checkpoint", {}).get("keep_best") and (best := checkpoints.lowest()):
         return checkpoints, *best
     return checkpoints, step, None

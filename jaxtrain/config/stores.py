@@ -52,8 +52,11 @@ def path_problem(path: str, checkpoints: bool = False) -> tuple[str, str] | None
     return None
 
 
+NAME_WEIGHTS = "Name a run's folder, its checkpoints folder, one checkpoints/STEP, a Hugging Face folder, or hf:NAME."
+
+
 def missing_folder(path: str) -> str:
     """Return the rule and the remedy for a folder that does not exist; "" if it exists, or the path is a URL or hf:NAME."""
     if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
         return ""
-    return "no such folder. Name a run's folder, its checkpoints folder, or one checkpoints/STEP."
+    return f"no such folder. {NAME_WEIGHTS}"

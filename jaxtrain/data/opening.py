@@ -114,7 +114,7 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> sch
     ending = f"--tokenizer={shlex.quote(tokenizer)} {share}--output={shlex.quote(output)}"
     if form == "text":
         remedy = (
-            "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
+            "Two commands make it of 10 billion tokens of FineWeb-Edu, and the second alone of your own --input:\n"
             f"    {installed.script('hf')} download HuggingFaceFW/fineweb-edu --repo-type=dataset "
             "--include 'sample/10BT/*' --local-dir=corpus\n"
             f"    python -m jaxtrain data prepare --input='corpus/**/*.parquet' {ending}"

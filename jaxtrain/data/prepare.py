@@ -264,14 +264,21 @@ def find_inputs(patterns: list[str]) -> list[Path]:
     for pattern in patterns:
         literal = Path(pattern).expanduser()  # its name may contain [ or *
         matches = [literal] if literal.is_file() else [Path(p) for p in sorted(glob.glob(str(literal), recursive=True))]
+        matches = [path for path in matches if path.exists()]  # glob returns the folder of FOLDER/** also if there is none
         files = [p for p in matches if p.is_file()]
         if not files:
-            reason = f"is a folder; give --input='{pattern.rstrip('/')}/**/*'" if matches else "matches no file"
+            reason = f"is a folder; give --input='{pattern.rstrip('/')}/**/*'" if matches else _unmatched(literal)
             if matches and not matches[0].is_dir():
                 reason = "is a pipe, and its rows are read in parts. Fix: write them to a file first"
             raise PrepareError(f"--input={pattern}: {reason}")
         paths.update(dict.fromkeys(files))
     return list(paths)
+
+
+def _unmatched(pattern: Path) -> str:
+    missing = [folder for folder in pattern.parents if not (set(str(folder)) & set("*?[") or folder.exists())]
+    reason = f"matches no file, since there is no folder {missing[-1]}" if missing else "matches no file"
+    return f"{reason}. Fix: name files that are there, as --input='FOLDER/**/*.jsonl'"
 
 
 def find_formats(pattern: str, format: str) -> dict[Path, str]:

@@ -161,7 +161,8 @@ class History:
         """Return the stretch of a step. Raises SeenError if the run has no such step."""
         stretch = next((each for each in self.stretches if each.first <= step <= each.last), None)
         if stretch is None:
-            raise SeenError(f"--step = {step}: the run has steps 1 to {self.stretches[-1].last}")
+            last = self.stretches[-1].last
+            raise SeenError(f"--step = {step}: the run has steps 1 to {last}. Fix: --step={last}")
         return stretch
 
     def rows(self, stretch: DataStretch, index_R: np.ndarray) -> list[BatchRow]:

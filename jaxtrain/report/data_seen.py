@@ -76,11 +76,13 @@ def print_document(history: History, target: str) -> None:
     """Print when a document is read. target: FILE:N, where N counts from 0. Raises SeenError."""
     path, _, number = target.rpartition(":")
     if not path or not number.isdecimal():
-        raise SeenError(f"--document = {target}: is written FILE:N, with the number of the document in the file, from 0")
+        rule = "is written FILE:N, with the number of the document in the file, from 0"
+        raise SeenError(f"--document = {target}: {rule}. Fix: --document={history.sources[0]['path']}:0")
     source = history.source_of(path)
     file, document = history.file(source), int(number)
     if document >= (count := file.header["documents"]):
-        raise SeenError(f"--document = {target}: the file has documents 0 to {count - 1}")
+        rule = f"the file has documents 0 to {count - 1}"
+        raise SeenError(f"--document = {target}: {rule}. Fix: --document={path}:{count - 1}")
     first, last = (int(at) for at in file.doc_offsets[document : document + 2])
     print_readings(history, source, [(first, last)])
 
@@ -107,7 +109,7 @@ def print_overlap(history: History, path: Path, until: int, ngram_size: int) -> 
     """Print how many documents of a held-out file the steps up to `until` have read, exactly and by n-grams."""
     held_out, last = TokenFile.open(path), history.stretches[-1].last
     if until > last:
-        raise SeenError(f"--step = {until}: the run has steps 1 to {last}")
+        raise SeenError(f"--step = {until}: the run has steps 1 to {last}. Fix: --step={last}")
     sources = range(len(history.sources))
     work = sum(history.count_rows(k, until) + history.file(k).header["tokens"] for k in sources)
     with progress(work) as advance:

@@ -24,7 +24,7 @@ def print_diff(changes: Diff, console: Console) -> None:
     sections = [Section("Figures", [text_table("", ("", "A", "B", "change"), figures)])] if figures else []
     sections += [Section("Time of a step; of collectives exposed, and on the link", [_table(times, "ms", 1)])] if times else []
     sections += [Section("Memory at the peak", [_table(sizes, "GiB", GIB)])] if sizes else []
-    sections.append(Section("Settings", [Listing(words)]))
+    sections.append(Section("Settings and warnings", [Listing(words)]))
     print_sections(sections, console)
     say(console, "nothing changed" if changes.same else f"\n{note}" if changes.smaller else "")
 
@@ -38,10 +38,18 @@ def _table(rows: Sequence[DiffRow], unit: str, scale: float) -> Table:
         numbers(f"A {unit}", [getattr(r.before or NONE, field) / scale for r in rows], total=False),
         numbers(f"B {unit}", [getattr(r.after or NONE, field) / scale for r in rows], total=False),
         *(numbers(name, [r.increase(of) / by for r in rows], _signed, total=False) for name, of, by in changes),
-        Column("operation", [argument(r.key.scope) if r.key.scope.startswith("state.") else r.key.scope for r in rows]),
+        Column("operation", [_operation(r.key.scope) for r in rows]),
         Column("source", [r.source for r in rows], kind="source"),
     ]
     return Table("", columns, ROWS)
+
+
+def _operation(scope: str) -> str:
+    """Return the name of an argument, or of the first of the operations that XLA combined, with the number of the others."""
+    first, *others = scope.split("; ")
+    if others:
+        return f"{first}, and {len(others)} more"
+    return argument(scope) if scope.startswith("state.") else scope
 
 
 def _signed(values: Sequence[float]) -> list[str]:

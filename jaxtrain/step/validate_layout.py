@@ -1,5 +1,6 @@
 """Check the mesh and sharding.rules: mesh axes divide dimensions evenly, and shard one dimension of an array at most."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -116,7 +117,10 @@ def derived_values(run: RunConfig, devices: Devices, workdir: Path) -> dict[str,
 
 
 def find_layout(run: RunConfig, devices: Devices) -> tuple[Layout | None, list[Problem]]:
-    """Return (the layout of a run on these devices; problems). The layout is None if the mesh is impossible."""
+    """Return (the layout of a run on these devices; problems). The layout is None if the mesh is impossible.
+
+    If a problem's remedy is more CPU devices, the layout is that on those, so that what does not fit there is told too.
+    """
     if devices.problem:
         return None, [devices.problem]
     if devices.count < 1:
@@ -128,8 +132,10 @@ def find_layout(run: RunConfig, devices: Devices) -> tuple[Layout | None, list[P
     except ConfigError as error:
         need = math.prod(size for axis in MESH_AXES if (size := getattr(run.mesh, axis)) > 0)
         if (devices.kind, devices.count) == ("cpu", 1) and need > 1:  # the default of a machine without GPUs
-            remedy = f"Set the variable JAX_NUM_CPU_DEVICES={need} to start {need} CPU devices."
-            return None, [dataclasses.replace(p, remedy=remedy) if p.key == "mesh" else p for p in error.problems]
+            with contextlib.suppress(ConfigError):  # sizes that fit no number of devices
+                layout = resolve_layout(run, need, need, description)
+                remedy = f"Set the variable JAX_NUM_CPU_DEVICES={need} to start {need} CPU devices."
+                return layout, [dataclasses.replace(p, remedy=remedy) for p in error.problems]
         return None, error.problems
 
 

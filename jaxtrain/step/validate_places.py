@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxtrain.config.launch import LoadedConfig
 from jaxtrain.config.schema import Problem, RunConfig, flatten, to_dict
-from jaxtrain.config.stores import is_bucket, path_problem
+from jaxtrain.config.stores import NAME_WEIGHTS, is_bucket, path_problem
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.step import resume
 
@@ -39,8 +39,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         yield from problems
         elsewhere = path.startswith("hf:") or is_bucket(path) or (key == "init.from" and resumes)
         if path and not problems and not elsewhere and not os.path.isdir(Path(path).expanduser()):
-            remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
-            yield Problem(key, path, "no such folder", remedy)
+            yield Problem(key, path, "no such folder", NAME_WEIGHTS)
     yield from check_remote("data.source", run.data.source)
     yield from check_remote("data.eval_source", run.data.eval_source)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxtrain import models
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
-from jaxtrain.config import own_parts, schema
+from jaxtrain.config import own_parts, schema, stores
 from jaxtrain.config.schema import ConfigError, Optimizer, RunConfig, Train, own_settings
 from jaxtrain.config.shapes import MTP
 from jaxtrain.data import opening, tokenizer
@@ -53,7 +53,6 @@ class Start:
 
 
 RATE_APART = 0.1  # part of a learning rate: larger changes on resume are told
-NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face folder."
 
 
 class BadInit(ValueError):
@@ -124,7 +123,7 @@ def choose_start(
             return Start(0, False, False, beginning, check_init_source(program, run.init.from_), {})
         if program.adapters:
             rule = "adapters need the weights of a trained model, and init.from names none"
-            raise ConfigError([schema.Problem("init.from", "", rule, NAME_ONE)])
+            raise ConfigError([schema.Problem("init.from", "", rule, stores.NAME_WEIGHTS)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(step)
     if imported := resume.check_trained(meta, str(checkpoints.directory)):

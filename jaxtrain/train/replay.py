@@ -100,12 +100,10 @@ def write_bundle(
 
 
 def read_bundle(folder: Path) -> dict[str, Any]:
-    """Return bundle.json. Raises ReplayError if it is missing, cannot be read, or has another format."""
+    """Return bundle.json. Raises ReplayError if it cannot be read, or has another format."""
     path = folder / BUNDLE
     try:
         record = files.unseal(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ReplayError(f"{path}: no such file. A bundle is a folder WORKDIR/replay/step-N.") from error
     except (OSError, ValueError) as error:
         raise ReplayError(f"{path} cannot be read ({error}).") from error
     if record.get("format") != FORMAT:

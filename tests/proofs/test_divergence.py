@@ -62,6 +62,10 @@ def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "same bits" in said and said.count("now: the same") == 2 and "first: the batch: weights" in said, said
 
+    for other in (skipped, skipped / "replay", skipped / "replay/step-9"):
+        assert main.main([f"--replay={other}"]) == 2
+        assert f"--replay={bundle}" in capsys.readouterr().err
+
     # The same bundle, changed as if it were of another step.
     other = files.unseal((bundle / "bundle.json").read_bytes()) | {"verdict": 2, "weights_digest": "0" * 8}
     (bundle / "bundle.json").write_text(files.to_sealed_json(other))

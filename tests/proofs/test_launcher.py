@@ -146,6 +146,7 @@ def test_the_site_is_built_anew_and_its_tools_stay_installed(machine: Machine):
         ("lnit", {}, r"run\.sh lint"),
         ("config", {}, "main, preflight, "),  # a module that is no command
         ("docs --open", {}, "docs --serve"),
+        ("lint jaxtrain", {}, "lint jaxtrain"),
         ("../x", {}, r"\.\./x"),
         *(("setup", {f"JAXTRAIN_{name}": "2"}, f"JAXTRAIN_{name}=2") for name in ("CUDA", "CUDNN", "JAX")),
     ],
@@ -157,10 +158,11 @@ def test_mistakes_install_nothing(machine: Machine, arguments: str, env: dict[st
 
 
 def test_help_and_a_dry_run_install_nothing(machine: Machine):
-    done = machine.run("--help")
-    assert done.returncode == 0 and all(
-        f"\n  {name:<12}{purpose}\n" in done.stdout for name, purpose in command_table().items()
-    )
+    for words in (["--help"], ["setup", "--help"], ["lint", "-h"], ["docs", "--help"]):
+        done = machine.run(*words)
+        assert done.returncode == 0 and all(
+            f"\n  {name:<12}{purpose}\n" in done.stdout for name, purpose in command_table().items()
+        )
     for line, started in (("data", "-m jaxtrain data"), ("--config=x.py", "-m jaxtrain.commands.supervise --config=x.py")):
         done = machine.run(line, JAXTRAIN_DRY_RUN="1", JAXTRAIN_CUDA="12")
         assert done.returncode == 0 and "requirements/cuda12.txt" in done.stderr and started in done.stderr

@@ -97,6 +97,9 @@ def test_inputs_of_prepare_may_have_any_name(folder: Path):
     (folder / "lr=[1]*").mkdir(exist_ok=True)
     shutil.copy(folder / "in.txt", folder / "lr=[1]*" / "in.txt")
     assert prepare.find_inputs(["lr=[1]*/in.txt"]) == [Path("lr=[1]*/in.txt")]
+    for missing in ("nothere/**", "nothere/*.txt", "*.nothing"):
+        with pytest.raises(prepare.PrepareError, match="matches no file"):
+            prepare.find_inputs([missing])
     assert documents.dataset_name("hf:m:n") == ("m:n", None, "train") and documents.dataset_name("hf:o:n")[:2] == ("o", "n")
 
 

@@ -458,6 +458,9 @@ def test_a_mesh_for_several_devices_on_one_cpu_device():
     (problem,) = problems(settings, hardware.probe({"JAX_PLATFORMS": "cpu"}))
     assert problem.key == "mesh" and "JAX_NUM_CPU_DEVICES=4" in problem.remedy
     assert problems(settings, hardware.probe({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"})) == []
+    uneven = problems("mesh.fsdp=3", hardware.probe({"JAX_PLATFORMS": "cpu"}))
+    assert [p.key for p in uneven] == ["mesh", "model.d_model", "train.global_batch"]  # the last two are those of 3 devices
+    assert "CPU_DEVICES" not in problems("mesh.seq=2 mesh.tensor=-1", hardware.probe({"JAX_PLATFORMS": "cpu"}))[0].remedy
 
 
 @pytest.mark.parametrize(("name", "gpus", "fix"), [("llama3_405b", 32, "gpus=64"), ("llama3_70b", 1000, "gpus=512")])
