@@ -95,8 +95,8 @@ def test_a_bug_in_a_norm_is_named(gemma, monkeypatch):
     folder, theirs = gemma
     mark, right = scale_of(folder, 1), layers.rms_norm
 
-    def wrong(x: Any, scale: Any, eps: float, offset: Any = 0.0) -> Any:
-        return right(x, scale, eps, jnp.where(scale.reshape(-1)[0] == mark, 0.0, offset))
+    def wrong(x: Any, scale: Any, eps: float, offset: Any, factor: float) -> Any:
+        return right(x, scale, eps, jnp.where(scale.reshape(-1)[0] == mark, 0.0, offset), factor)
 
     monkeypatch.setattr(layers, "rms_norm", wrong)
     assert different(compare_with_outputs(theirs, open_origin(str(folder)))) == {"layer 1, mlp": EVERYTHING}
@@ -127,8 +127,8 @@ def test_a_bug_in_a_backward_pass_alone_is_named_in_gradients(gemma, monkeypatch
 
     same.defvjp(lambda x, factor: (x, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor)))
 
-    def wrong(x: Any, scale: Any, eps: float, offset: float = 0.0) -> Any:
-        return right(same(x, jnp.where(scale.reshape(-1)[0] == mark, 1.01, 1.0)), scale, eps, offset)
+    def wrong(x: Any, scale: Any, *numbers: float) -> Any:
+        return right(same(x, jnp.where(scale.reshape(-1)[0] == mark, 1.01, 1.0)), scale, *numbers)
 
     monkeypatch.setattr(layers, "rms_norm", wrong)
     found = compare_with_outputs(theirs, open_origin(str(folder)))
