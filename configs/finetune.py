@@ -45,7 +45,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         try:
             config.update(describe(variant.base))
         except (CheckpointError, HuggingFaceError) as error:
-            raise ConfigError([Problem("--config=FILE:base", variant.base, str(error).rstrip("."), "")]) from error
+            rule = str(error).removeprefix(f"{variant.base}: ").rstrip(".")
+            raise ConfigError([Problem("--config=FILE:base", variant.base, rule, "")]) from error
         config.init["from"] = variant.base
     elif variant.model and variant.lora:  # without init.from, training of adapters is refused
         config.model.update(preset(variant.model))

@@ -11,7 +11,7 @@ from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat_template import BUILTIN_TEMPLATES, LOSSES
 from jaxtrain.data.documents import FORMATS, PrepareError
 from jaxtrain.data.prepare import SHARD_MB, PrepareFailed, prepare_corpus, validation_path
-from jaxtrain.data.seen import NGRAM, SeenError
+from jaxtrain.data.seen import NGRAM, NGRAM_BYTES, SeenError
 from jaxtrain.data.show import describe, describe_loss_tokens, show_file
 
 EXAMPLES = (
@@ -117,7 +117,7 @@ def parser() -> Parser:
     cli.option("document", "when document N, from 0, of a token file is read", "FILE:N")
     cli.option("text", "when the places of a text are read, found by its tokens", "TEXT")
     cli.option("validation", "how many documents of a held-out token file were read, exactly and by n-grams", "FILE", type=path)
-    cli.option("ngram", f"tokens of an n-gram (default {NGRAM})", "K", NGRAM, type=at_least(2))
+    cli.option("ngram", f"tokens of an n-gram (default {NGRAM}, or {NGRAM_BYTES} of one byte)", "K", type=at_least(2))
     cli.option("show-text", "with --step: also print the tokens as text")
     return top
 
@@ -175,7 +175,7 @@ def run_seen(args: Args) -> int:
             data_seen.print_text(history, args.text)
         case _:
             data_seen.print_overlap(
-                history, args.validation, args.step if "step" in args.explicit else history.done, args.ngram
+                history, args.validation, args.step if "step" in args.explicit else history.done, args.ngram or 0
             )
     return 0
 

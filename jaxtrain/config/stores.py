@@ -4,6 +4,7 @@ A path names a folder on a mounted disk. Checkpoints may also be in a bucket, at
 compatible stores).
 """
 
+import difflib
 import importlib.util
 from pathlib import Path
 
@@ -57,6 +58,10 @@ NAME_WEIGHTS = "Name a run's folder, its checkpoints folder, one checkpoints/STE
 
 def missing_folder(path: str) -> str:
     """Return the rule and the remedy for a folder that does not exist; "" if it exists, or the path is a URL or hf:NAME."""
-    if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
+    folder = Path(path).expanduser()
+    if path.startswith("hf:") or "://" in path or folder.exists():
         return ""
+    siblings = [each.name for each in folder.parent.glob("*/")]
+    if near := difflib.get_close_matches(folder.name, siblings, 1):
+        return f"no such folder. Did you mean {Path(path).with_name(near[0])}?"
     return f"no such folder. {NAME_WEIGHTS}"

@@ -18,7 +18,7 @@ from jaxtrain.config.synonyms import MOST, did_you_mean
 from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.mixture import WeightedFile, all_exist, is_file, normalize_weights, parse_files
-from jaxtrain.data.tokenfile import CHECKED_BYTES, TokenFile, TokenFileError
+from jaxtrain.data.tokenfile import CHECKED_BYTES, TokenFile, TokenFileError, validation_share
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, count_windows, open_windows
 
 CROSS_ENTROPY = schema.Loss()
@@ -142,7 +142,7 @@ def _prepare_options(path: str) -> str:
         text = str(value).replace("\n", "\\n").replace("\t", "\\t")
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f"={shlex.quote(text)}"))
     words += [f"--input={shlex.quote(text)}" for text in texts]
-    return " ".join([*words, f"--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)}"])
+    return " ".join([*words, f"--validation={validation_share(documents)}"])
 
 
 def open_files(
@@ -161,7 +161,9 @@ def open_files(
             problems.append(missing_file(key, path, data.tokenizer, form))
             continue
         except (TokenFileError, OSError) as e:
-            if Path(path).suffix == ".tok":
+            if found := _folder_problem(key, Path(path)):
+                problems.append(found)
+            elif Path(path).suffix == ".tok":
                 problems.append(
                     schema.Problem(key, path, str(e), f"Check it with: python -m jaxtrain data verify {shlex.quote(path)}")
                 )
@@ -196,6 +198,16 @@ def open_files(
     if problems:
         raise schema.ConfigError(problems)
     return files
+
+
+def _folder_problem(key: str, folder: Path) -> schema.Problem | None:
+    """Return the problem of a source that is a folder with token files, or that of a run; None for any other."""
+    token_files = [path for path in sorted(folder.glob("*.tok")) if (".val." in path.name) == (key == "data.eval_source")]
+    if token_files:
+        return schema.Problem(key, str(folder), "is a folder of token files", f"Set {','.join(map(str, token_files))}")
+    if (folder / "receipt.json").exists():
+        return schema.Problem(key, str(folder), "is the folder of a run, whose weights init.from takes", "Name token files.")
+    return None
 
 
 def open_mixture(
@@ -239,9 +251,11 @@ def check_data(
         sources += [("data.eval_source", source) for source in sets.values() if not set_problems]
     elif need_eval and not builtin and not is_custom(data.source):
         paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
-        guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
-        command = f"prepare --validation={VALIDATION[form]} makes {guess or 'NAME.val.tok'}"
-        remedy = f"Set it to held-out text ({command}), or eval.every_steps=0."
+        held_out = [path.removesuffix(".tok") + ".val.tok" for path in paths]
+        there = [path for path in held_out if Path(path).expanduser().exists()]
+        command = f"prepare --validation={VALIDATION[form]} makes {','.join(held_out) or 'NAME.val.tok'}"
+        remedy = f"Set {','.join(there)}" if there else f"Set it to held-out text ({command})"
+        remedy += ", or eval.every_steps=0."
         problems.append(schema.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
     for key, source in sources:
         vocab = 0
@@ -279,7 +293,8 @@ def check_data(
 def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "") -> str:
     """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
     options += "" if tokenizer == "byte" else f"--tokenizer={shlex.quote(tokenizer)} "
-    inputs = shlex.quote(f"{text}/*.jsonl" if Path(text).is_dir() else text)
+    suffix = next((suffix for suffix in (".jsonl", ".parquet", ".txt") if any(Path(text).glob(f"*{suffix}"))), ".jsonl")
+    inputs = shlex.quote(f"{text}/*{suffix}" if Path(text).is_dir() else text)
     return f"python -m jaxtrain data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_path(text)))}"
 
 

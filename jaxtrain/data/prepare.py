@@ -37,12 +37,13 @@ import numpy as np
 from jaxtrain.config import stores
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
+from jaxtrain.config.numbers import plural
 from jaxtrain.data import documents
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat_template import LOSSES, ChatTemplate, load_template
 from jaxtrain.data.documents import Cut, PrepareError, Report
 from jaxtrain.data.rows import ChatRows, Piece, PreferenceRows, Rows, TextRows
-from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
+from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked, validation_share
 
 SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
@@ -217,8 +218,10 @@ def prepare_corpus(
         for writer in writers:
             reason = ""
             if not writer.documents:
-                help = "Change --validation." if len(writers) > 1 else "Is there any text in the input?"
-                reason = f"would hold no document; nothing was written. {help}"
+                help = "Is there any text in the input?"
+                if count := sum(each.documents for each in writers):
+                    help = f"Fix: --validation={validation_share(count)}" if count > 1 else "Fix: leave --validation out"
+                reason = f"would hold none of {plural(count, 'document')}; nothing was written. {help}"
             elif writer.loss is not None and not writer.loss["tokens"]:
                 reason = "no token counts in the loss; nothing was written: its completions are empty."
                 if template:

@@ -22,6 +22,7 @@ from jaxtrain.data.windows import FileWindows, PackedRows, open_windows
 CHUNK = 1 << 24  # tokens of a file that are in memory at a time
 ROWS = 1 << 20  # rows of a source whose sequences are computed at a time
 NGRAM = 13  # tokens of an n-gram, as in Brown et al. 2020 (arXiv:2005.14165), appendix C
+NGRAM_BYTES = 52  # the same with tokens of one byte, taking 4 bytes for a usual token
 SEEN_FRACTION = 0.8  # fraction of a document's n-grams from which on most of the document counts as seen
 EDGE = 4  # tokens around the inner tokens of a text that may belong to it
 MAX_OCCURRENCES = 1000  # places of a text that are looked up

@@ -62,6 +62,11 @@ def loss_bytes(tokens: int) -> int:
     return -(-tokens // 8)
 
 
+def validation_share(documents: int) -> float:
+    """Return a share for --validation of which so many documents most likely give some."""
+    return next((share for share in (0.001, 0.02, 0.2) if share * documents > 20), 0.5)
+
+
 def open_locked(path: Path) -> BinaryIO:
     """Open a file for writing, empty and locked against other processes. Raises TokenFileError if another process has it."""
     while True:

@@ -18,7 +18,7 @@ from jaxtrain.plan.program.roofline import op_label
 from jaxtrain.plan.result import FORMAT, Plan, from_json
 
 SMALL = 0.001  # of the step time, and of the allocated memory: smaller differences of TIMES and SIZES are only counted
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 TIMES, SIZES = ("collective", "kernel"), ("memory class", "array")  # rows of the step; all others are settings
 
 

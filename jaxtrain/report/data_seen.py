@@ -62,8 +62,8 @@ def print_readings(history: History, source: int, spans: list[tuple[int, int]]) 
         begin = int(file.doc_offsets[document])
         past = sum(reading.step <= history.done for reading in span_readings)
         print(
-            f"document {document} of {label}, tokens {first - begin:,} to {last - begin:,}: read {plural(past, 'time')} until "
-            f"step {history.done}, {len(span_readings) - past} to come"
+            f"document {document} of {label}, tokens {first - begin:,} to {last - begin:,}: read in {plural(past, 'sequence')} "
+            f"until step {history.done}, {len(span_readings) - past} to come"
         )
         for reading in span_readings[:SHOWN]:
             later = "" if reading.step <= history.done else " (to come)"
@@ -105,9 +105,13 @@ def print_text(history: History, text: str) -> None:
     print(f"{plural(count, 'place')}{more} with this text in {plural(len(history.sources), 'file')}{limit}")
 
 
-def print_overlap(history: History, path: Path, until: int, ngram_size: int) -> None:
-    """Print how many documents of a held-out file the steps up to `until` have read, exactly and by n-grams."""
+def print_overlap(history: History, path: Path, until: int, ngram_size: int = 0) -> None:
+    """Print how many documents of a held-out file the steps up to `until` have read, exactly and by n-grams.
+
+    ngram_size: 0 for the default of the file's tokenizer.
+    """
     held_out, last = TokenFile.open(path), history.stretches[-1].last
+    ngram_size = ngram_size or (seen.NGRAM_BYTES if held_out.header["tokenizer"]["name"] == "byte" else seen.NGRAM)
     if until > last:
         raise SeenError(f"--step = {until}: the run has steps 1 to {last}. Fix: --step={last}")
     sources = range(len(history.sources))

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jaxtrain.config.numbers import column, number, plural
-from jaxtrain.plan.diff import GIB, NONE, SIZES, SMALL, TIMES, Diff, DiffRow
+from jaxtrain.plan.diff import GIB, MIB, NONE, SIZES, SMALL, TIMES, Diff, DiffRow
 from jaxtrain.report.plan_sections import argument
 from jaxtrain.report.tables import Column, Listing, Section, Table, numbers, print_sections, say, text_table
 
 ROWS = 30  # of a table
 
 
-def print_diff(changes: Diff, console: Console) -> None:
-    """Print the figures, times, sizes and settings that differ, and the number of smaller differences."""
+def print_diff(changes: Diff, console: Console, names: tuple[str, str]) -> None:
+    """Print the figures, times, sizes and settings that differ, and the number of smaller differences. names: of the plans."""
+    say(console, f"A: {names[0]}\nB: {names[1]}")
     figures = [(name, *column((x, y)), *_signed([y - x])) for name, (x, y) in changes.figures.items() if x != y]
     times, sizes = ([row for row in changes.rows if row.key.what in kinds] for kinds in (TIMES, SIZES))
     settings = [r for r in changes.rows if r.key.what not in TIMES + SIZES]
@@ -23,7 +24,9 @@ def print_diff(changes: Diff, console: Console) -> None:
     note += f"{number(sum(row.increase('ms') for row in changes.smaller))} ms in all"
     sections = [Section("Figures", [text_table("", ("", "A", "B", "change"), figures)])] if figures else []
     sections += [Section("Time of a step; of collectives exposed, and on the link", [_table(times, "ms", 1)])] if times else []
-    sections += [Section("Memory at the peak", [_table(sizes, "GiB", GIB)])] if sizes else []
+    largest = max((abs(row.increase("bytes")) for row in sizes), default=0.0)
+    unit, scale = ("GiB", GIB) if largest >= 0.1 * GIB else ("MiB", MIB)
+    sections += [Section("Memory at the peak", [_table(sizes, unit, scale)])] if sizes else []
     sections.append(Section("Settings and warnings", [Listing(words)]))
     print_sections(sections, console)
     say(console, "nothing changed" if changes.same else f"\n{note}" if changes.smaller else "")

@@ -170,7 +170,7 @@ def compare_plans(args: Args, topology: Topology | None, cudnn: CudnnLibrary | N
             compiled = compile_step(loaded.run, topology, cudnn)
             plans[name] = read_plan(compiled, topology, name=getattr(args, name.lower()))
     changes = diff(plans["A"], plans["B"])
-    print_diff(changes, console)
+    print_diff(changes, console, (args.a, args.b))
     if args.json:
         write_output(args.json, json.dumps(changes.to_json(), indent=1) + "\n")
     return 0 if changes.same else 1

@@ -84,14 +84,11 @@ def compare_configs(
         elif rule.word == "ask":
             needs_approval.append((name, rule))
         else:
-            problems.append(
-                Problem(
-                    name,
-                    after.get(name),
-                    f"was {_format(name, before)} in the checkpoint and can never change on resume: {rule.reason}",
-                    "Set it back, or start a new run in another --workdir (--config.init.from starts it from these weights)",
-                )
-            )
+            formerly = f"was {_format(name, before)} in the checkpoint and can never change on resume: {rule.reason}"
+            remedy = "Set it back, or start a new run in another --workdir"
+            if not name.startswith("model."):  # other weights do not fit
+                remedy += " (--config.init.from starts it from these weights)"
+            problems.append(Problem(name, after.get(name), formerly, remedy))
     settings = [name for name in {**before, **after} if name.startswith(f"{schema.OWN}.")]
     for name in allowed:
         if name.startswith(f"{schema.OWN}.") and not _match_keys([name], settings):

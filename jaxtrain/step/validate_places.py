@@ -108,7 +108,8 @@ def check_settings_given(loaded: LoadedConfig, workdir: Path) -> list[Problem]:
         words, stored = shlex.split(receipt["command"]), dict(flatten(receipt["resolved"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    settings = [word for word in words if word.startswith("--config")]
+    given = {word.partition("=")[0] for word in loaded.launch.argv}
+    settings = [word for word in words if word.startswith("--config") and word.partition("=")[0] not in given]
     set_keys = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
     now = loaded.run.flat
     if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - set_keys):

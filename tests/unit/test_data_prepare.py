@@ -20,7 +20,7 @@ from token_files import BYTE, command, finished, poke, texts, write_lines
 from jaxtrain.data import documents, prepare, tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.rows import TextRows
-from jaxtrain.data.tokenfile import TokenWriter, verify_file
+from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify_file
 
 
 @pytest.mark.parametrize("pattern", ["**/*.txt", "all.jsonl", "all.parquet"])
@@ -111,6 +111,16 @@ def test_commands_that_are_wrong_exit_2_and_write_nothing(tmp_path, monkeypatch)
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before, args
     assert command(tmp_path, "prepare", "--input=a.txt", "--output=old.tok", "--force")[0] == 0
     assert texts(tmp_path / "old.tok") == ["some text\n"]
+
+
+@pytest.mark.parametrize("documents", [2, 30, 300])
+def test_a_share_without_held_out_documents_is_answered_with_one_that_has_some(tmp_path, documents):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "the text of document {i}"}}\n' for i in range(documents)))
+    line = ["prepare", "--input=a.jsonl", "--output=a.tok"]
+    code, out = command(tmp_path, *line, "--validation=1e-9")
+    (fix,) = re.findall(r"Fix: (--validation=[\d.]+)", out)
+    assert code == 2 and command(tmp_path, *line, fix)[0] == 0
+    assert 0 < TokenFile.open(tmp_path / "a.val.tok").header["documents"] < documents
 
 
 def test_verify_and_show_commands(tmp_path):

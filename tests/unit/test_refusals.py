@@ -412,6 +412,8 @@ def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path, cap
     assert resume(past) == 2
     said = capsys.readouterr().err
     assert said.count("error: --workdir = ") == said.count("error:") == 1 and f"{TINY} --config.data.source=synthetic" in said
+    assert resume(f"{past} --config.train.steps=5", "--config.train.steps=9") == 2
+    assert "train.steps" not in capsys.readouterr().err, "a key that is given is not to be given again"
     assert resume(past, TINY) == 0, "a change that the user asks for"
     assert resume(past, "--config.data.source=synthetic", "--config.train.steps=9") == 0, "the same but for one key"
     assert resume("python -m jaxtrain.main --workdir=w") == 0, "a change in the default config's file"
@@ -525,6 +527,9 @@ TEXT, HELD = "data.source=text.tok", "data.eval_source=text.val.tok"
         (f"'data.source=text.tok text.val.tok' {HELD}", "data.source", "text.tok,text.val.tok"),
         (f"{TEXT} 'data.eval_source=text.tok;b/x.val.tok'", "data.eval_source", "text=text.tok;x=b/x.val.tok"),
         ("data.source=chat.tok eval.every_steps=0 loss.name=dpo init.from=.", "data.source", ""),
+        (TEXT, "data.eval_source", "Set text.val.tok,"),
+        (f"data.source=. {HELD}", "data.source", "chat.tok,text.tok"),
+        (f"{TEXT} data.eval_source=.", "data.eval_source", "Set text.val.tok"),
     ],
 )
 def test_a_mistake_in_data_is_one_problem(files, settings, key, value):
@@ -549,7 +554,7 @@ def test_the_commands_for_paths_with_spaces_can_be_typed(files):
     (words,) = re.findall(r"python -m jaxtrain data (prepare .*) \(", problem.remedy)
     assert command(files, *shlex.split(words))[0] == 0 and problems(f"'data.source=my texts/in.tok' {HELD}") == []
     made = shlex.split(opening.prepare_command("my own/tokenizer.json", "my texts"))
-    assert made[5:] == ["--tokenizer=my own/tokenizer.json", "--input=my texts/*.jsonl", "--output=my texts.tok"]
+    assert made[5:] == ["--tokenizer=my own/tokenizer.json", "--input=my texts/*.txt", "--output=my texts.tok"]
 
 
 ANSWERS = {"loss.name=cross_entropy": ("completion",), "loss.name=dpo": ("chosen", "rejected")}

@@ -99,6 +99,9 @@ def test_what_can_never_change_is_refused_whatever_is_allowed():
     other = tree(model__d_model=64, model__num_layers=2)
     _, problems = resume.compare_configs(tree(), other, "model.num_layers")
     assert [p.key for p in problems] == ["checkpoint.allow_change", "model.num_layers", "model.d_model"]
+    assert not any("init.from" in p.remedy for p in problems), "weights of other shapes do not fit"
+    [problem] = resume.compare_configs(tree(), tree(optimizer__name="muon"))[1]
+    assert "init.from" in problem.remedy
     [problem] = resume.compare_configs(tree(), tree(), "data.seqlen")[1]
     assert "data.seq_len" in str(problem)
 
