@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxtrain.runtime import progress
-from jaxtrain.runtime.service import HEARTBEAT_S, append_news, is_aborting
+from jaxtrain.runtime.service import HEARTBEAT_S, LEAVE_S, append_news, is_aborting
 from jaxtrain.runtime.words import first_line, process_list
 
 AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
@@ -378,6 +378,7 @@ class Peers:
                 self._gather_values("left", "end", HEARTBEAT_S)
                 if self._live.is_alive():
                     self._live.join(HEARTBEAT_S)
+                time.sleep(LEAVE_S)  # the service has disconnected the others, and they may still have to stop polling it
                 return
         import jax
 
