@@ -506,6 +506,8 @@ def files(tmp_path, monkeypatch) -> Path:
     prepare.prepare_corpus([str(tmp_path / "in.txt")], tmp_path / "text.tok")
     shutil.copy(tmp_path / "text.tok", tmp_path / "text.val.tok")
     (tmp_path / "own.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "receipt.json").write_text("{}")
     write_conversations(tmp_path / "chat.tok", [200] * 40)
     return tmp_path
 
@@ -530,11 +532,12 @@ TEXT, HELD = "data.source=text.tok", "data.eval_source=text.val.tok"
         (TEXT, "data.eval_source", "Set text.val.tok,"),
         (f"data.source=. {HELD}", "data.source", "chat.tok,text.tok"),
         (f"{TEXT} data.eval_source=.", "data.eval_source", "Set text.val.tok"),
+        (f"data.source=run {HELD}", "data.source", ""),  # the folder of a run: no command that reads its logs
     ],
 )
 def test_a_mistake_in_data_is_one_problem(files, settings, key, value):
     (problem,) = problems(settings)
-    assert problem.key == key and value in problem.remedy
+    assert problem.key == key and value in problem.remedy and "run/" not in problem.remedy
 
 
 def test_the_command_that_makes_a_token_file_is_named_once(files):
