@@ -84,6 +84,10 @@ def test_time_is_drawn_as_it_was_spent():
     causes = {colour: cause for cause, colour in run_page.COLOURS.items()}
     expected = {5.0: "startup", 20.0: "step", 52.0: "down", 62.0: "restore", 80.0: "step"}  # s after the start
     assert {at: causes[c] for start, end, c, _ in events for at in expected if start <= at < end} == expected
+    parts = (0.0, 0.6, "startup"), (0.6, 1.0, "compile"), (1.0, float(run_page.STRETCHES), "step")  # of intervals of 1 s
+    spans = [goodput.Span(1, start, end, {cause: end - start}) for start, end, cause in parts]
+    drawn = run_page.wall_time_events(goodput.Goodput(spans[-1].end, {}, 1, 1, 0, spans), 1.0)
+    assert [(start, causes[c]) for start, _, c, _ in drawn] == [(0.0, "startup"), (1.0, "step")]
 
 
 def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):

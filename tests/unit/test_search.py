@@ -117,6 +117,9 @@ def test_the_own_layout_is_compiled_first_then_each_kind_then_neighbours_of_the_
     assert inline[0] == result.run and len(result.tried) == len(inline) <= 8 and result.ended
     assert (inline[1].train.grad_accum, inline[1].mesh.tensor) == (1, 1), "larger microbatches of the own kind"
     assert {r.mesh.tensor > 1 for r in inline[:3]} == {False, True}
+    assert {("train.grad_accum=1", f"sharding.{key}") for key in ("zero=1", "zero=2", "gather=forward")} <= {
+        c.changes for c in result.tried
+    }, "neighbours of the second"
     assert result.best is result.tried[0] and result.best.plan.time.step_ms == min(c.plan.time.step_ms for c in result.tried)
     every = [above(c.run, H200) for c in listed("train.global_batch=16", "train.grad_accum=2")]
     assert result.best.plan.time.step_ms <= min(p.time.step_ms for p in every if p.fits)
