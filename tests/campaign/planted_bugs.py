@@ -113,7 +113,9 @@ class Outcomes:
 def run_tests(words: list[str], root: Path, output: Path) -> int:
     """Run pytest in a fork of this process, in the copy `root`, and return its exit code, or ALL_SKIPPED.
 
-    It writes no bytecode: that of a planted bug would be taken for the next bug of the same file, size and second. Raises TimeoutError if it does not end within LIMIT_S.
+    It writes no bytecode: that of a planted bug would be taken for the next bug of the same file, size and second.
+
+    Raises TimeoutError if it does not end within LIMIT_S.
     """
     child = os.fork()
     if child == 0:
