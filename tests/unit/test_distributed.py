@@ -578,6 +578,7 @@ def test_the_end_of_the_service_is_reported():
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxtrain.runtime.peers.HEARTBEAT_S", LONG_S)
+    monkeypatch.setattr("jaxtrain.runtime.peers.LEAVE_S", 0.0)
     store = Store()
     peers = connect(store, 2)
     store.barrier = threading.Barrier(1)
