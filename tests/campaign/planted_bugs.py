@@ -80,7 +80,10 @@ def copy_repository(root: Path) -> None:
     """Copy all files that the tests of a bug read into the folder `root`."""
     for name in (*FOLDERS, *FILES):
         source = REPO / name
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, root / name)
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # another process writes these
+        else:
+            shutil.copy(source, root / name)
     # tests start commands with the environment of the repository that they are in
     (root / ".venv").symlink_to(Path(sys.prefix))
 
@@ -113,8 +116,6 @@ class Outcomes:
 def run_tests(words: list[str], root: Path, output: Path) -> int:
     """Run pytest in a fork of this process, in the copy `root`, and return its exit code, or ALL_SKIPPED.
 
-    It writes no bytecode: that of a planted bug would be taken for the next bug of the same file, size and second.
-
     Raises TimeoutError if it does not end within LIMIT_S.
     """
     child = os.fork()
@@ -127,7 +128,6 @@ def run_tests(words: list[str], root: Path, output: Path) -> int:
             os.dup2(descriptor, 2)
             os.chdir(root)
             os.environ |= {"PYTHONPATH": str(root), "JAXTRAIN_TEST_LEDGER": str(root / "ledger")}
-            os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
             import pytest
 
             here = {REPO, REPO / "tests", REPO / "tests" / "campaign"}
@@ -162,7 +162,7 @@ def verdict_on(bug: Bug, root: Path) -> str:
     Raises RuntimeError if no test ran, and TimeoutError if the tests do not end within LIMIT_S.
     """
     file = root / bug.file
-    before, times = file.read_text(), file.stat()
+    before = file.read_text()
     output = root / "output.txt"
     try:
         file.write_text(before.replace(bug.text, bug.instead))
@@ -170,7 +170,9 @@ def verdict_on(bug: Bug, root: Path) -> str:
         code = run_tests(words, root, output)
     finally:
         file.write_text(before)
-        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as its bytecode has it
+        # otherwise the next bug of the same file, size and second would be tried with it
+        for bytecode in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            bytecode.unlink()
     text = output.read_text()
     # an error of a fixture or of an import ends pytest with 1 or 2 too, although no test failed
     if code not in (0, 1, ALL_SKIPPED) or (code == 1 and "FAILED" not in text):
